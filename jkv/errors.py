@@ -1,11 +1,5 @@
-"""The one exception type that jkv raises on purpose."""
-
-__all__ = ["JkvError"]
+"""The one error that jkv raises for bad input."""
 
 
 class JkvError(ValueError):
-    """Something the caller can put right: a bad argument, file or combination.
-
-    The message names the argument, the value it had and what would have been accepted, in one line, so the command
-    line can print it as it is and exit with code 2.
-    """
+    """Bad input. The message names the argument, its value and what is allowed; nothing was done yet."""

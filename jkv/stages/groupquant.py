@@ -1,0 +1,82 @@
+"""Asymmetric group quantization, with metadata that is quantized first."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax.numpy as jnp
+
+from jkv.core import SEGMENT, Array, Calib, Side, Stage
+from jkv.errors import JkvError
+from jkv.stages.floats import e4m3_decode, e4m3_encode, magnitude
+
+Meta = Literal["e4m3", "f16"]
+Along = Literal["tokens", "channels", "head"]
+
+
+def affine(bits: int, along: Along, meta: Meta = "e4m3", clip: float = 1.0) -> Stage:
+    """``code = floor((x - offset) / scale + 1/2)``, one scale and one offset per group of values.
+
+    ``along="tokens"``: the group is one channel over all T rows (a page of 32 tokens), metadata ``[..., 1, D]``.
+    ``along="channels"``: the group is 32 channels of one row, metadata ``[..., T, D / 32]``.
+    ``along="head"``: the group is a whole row, metadata ``[..., T, 1]``.
+
+    ``meta="e4m3"`` stores two bytes a group: an E4M3 scale and the group's midpoint in E4M3, each times a float32
+    multiplier per head (``calib["scale_mult"]``, ``calib["zero_mult"]``) that keeps it in range:
+    ``x^ = midpoint + scale * (code - (2**bits - 1) / 2)``. ``meta="f16"`` stores a float16 scale and minimum:
+    ``x^ = minimum + scale * code``. Codes are computed from the metadata as it will be read back. The sign bit of the
+    stored scale is free for flags, so readers take its magnitude. A constant group has scale 0 and decodes to its
+    offset. ``clip`` shrinks the range about its midpoint before anything is stored.
+
+    Source: KIVI (Liu et al., 2024) for the layout; the 8-bit metadata is the 2.5-bit layout of FlagRot.
+    """
+    if meta not in ("e4m3", "f16"):
+        raise JkvError(f"meta={meta!r} is unknown; meta must be 'e4m3' or 'f16'")
+    levels = 2**bits - 1
+    # The offset is code `origin`: the middle of the grid for a midpoint, its first level for a minimum.
+    origin = levels / 2 if meta == "e4m3" else 0.0
+
+    def split(x: Array) -> tuple[Array, int]:
+        if along == "tokens":
+            return x, -2
+        width = x.shape[-1] if along == "head" else SEGMENT
+        return x.reshape(*x.shape[:-1], x.shape[-1] // width, width), -1
+
+    def stored(calib: Calib, low: Array, high: Array) -> Side:
+        middle = (low + high) * 0.5
+        half = (high - low) * (0.5 * clip)
+        if meta == "e4m3":
+            return {
+                "scale": e4m3_encode(half * (2.0 / levels) / calib["scale_mult"]),
+                "zero": e4m3_encode(middle / calib["zero_mult"]),
+            }
+        lowest = jnp.clip(middle - half, -65504.0, 65504.0)
+        return {
+            "scale": jnp.minimum(half * (2.0 / levels), 65504.0).astype(jnp.float16),
+            "zero": lowest.astype(jnp.float16),
+        }
+
+    def loaded(calib: Calib, side: Side) -> tuple[Array, Array]:
+        if meta == "e4m3":
+            scale = e4m3_decode(magnitude(side["scale"])) * calib["scale_mult"]
+            return scale, e4m3_decode(side["zero"]) * calib["zero_mult"]
+        return magnitude(side["scale"]).astype(jnp.float32), side["zero"].astype(jnp.float32)
+
+    def fwd(calib: Calib, x: Array) -> tuple[Array, Side]:
+        groups, axis = split(x)
+        side = stored(calib, jnp.min(groups, axis), jnp.max(groups, axis))
+        scale, zero = (jnp.expand_dims(a, axis) for a in loaded(calib, side))
+        steps = (groups - zero) / jnp.where(scale > 0, scale, 1.0)
+        codes = jnp.clip(jnp.floor(steps + (origin + 0.5)), 0, levels).astype(jnp.int32)
+        return codes.reshape(x.shape), side
+
+    def inv(calib: Calib, y: Array, side: Side) -> Array:
+        groups, axis = split(y)
+        scale, zero = (jnp.expand_dims(a, axis) for a in loaded(calib, side))
+        return (zero + scale * (groups.astype(jnp.float32) - origin)).reshape(y.shape)
+
+    def bits_of(head_dim: int) -> float:
+        group = head_dim if along == "head" else SEGMENT
+        return (16 if meta == "e4m3" else 32) / group
+
+    return Stage(fwd, inv, bits=bits_of)
