@@ -208,14 +208,14 @@ def _demo_model() -> dict[str, Any]:
         "name": "SmolLM2-135M-Instruct",
         "cached": False,
         "path": None,
-        "get": "jkv compare fetches it once (98 MB) and works offline afterwards",
+        "get": "jkv compare fetches it once (93 MB) and works offline afterwards",
     }
     try:
-        from jkv.models.demo import cached_path
+        from jkv.models.demo import FILE_NAME, default_cache_dir
 
-        path = cached_path()
-    except Exception:  # the loader's own troubles are for the commands that load
-        path = None
-    if path is not None:
-        found |= {"cached": True, "path": str(path)}
+        path = default_cache_dir() / FILE_NAME
+        if path.is_file():
+            found |= {"cached": True, "path": str(path)}
+    except (ImportError, OSError) as error:  # the loader's own troubles are for the commands that load
+        found["get"] = f"cannot look for it: {error}"
     return found

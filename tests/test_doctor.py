@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 
 from jkv import doctor
+from jkv.models import demo
 
 
 def shown(found: dict) -> str:
@@ -85,8 +86,11 @@ def test_a_broken_backend_is_reported_not_raised(monkeypatch):
     assert "no driver" in shown(found)
 
 
-def test_the_demo_model_is_either_cached_or_explained():
-    demo = doctor.report()["demo_model"]
-    assert demo["cached"] is (demo["path"] is not None)
-    assert not demo["cached"] or Path(demo["path"]).exists()
-    assert "fetches it once" in demo["get"]
+def test_the_demo_model_is_either_cached_or_explained(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "default_cache_dir", lambda: tmp_path)
+    found = doctor.report()["demo_model"]
+    assert not found["cached"] and found["path"] is None and "fetches it once" in found["get"]
+    (tmp_path / demo.FILE_NAME).write_bytes(b"GGUF")
+    found = doctor.report()["demo_model"]
+    assert found["cached"] and Path(found["path"]) == tmp_path / demo.FILE_NAME
+    assert str(tmp_path) in shown(doctor.report()).replace("\n", "")
