@@ -23,10 +23,10 @@ KINDS = ("factbook", "encyclopedia", "drama", "code", "tools")
 
 
 class Tokenizer(Protocol):
-    """All that is asked of a tokenizer here."""
+    """All that is asked of a tokenizer here; `add_bos` and `bos_id` are honoured where they exist."""
 
     def encode(self, text: str, /) -> list[int]:
-        """Token ids of a text, without special tokens."""
+        """Token ids of a text, possibly after a beginning-of-sequence token."""
         ...
 
 
@@ -75,12 +75,14 @@ def sequences(
 
     `texts` maps kinds to texts; a path stands for the one text in that file. Rows go round the kinds in the mapping's
     order, so five kinds are covered by five rows, and the rows of one kind are consecutive pieces of its text that do
-    not overlap. The first rows of a longer request are the rows of a shorter one. With `bos`, every row starts with
-    that id, followed by `tokens - 1` ids of the text.
+    not overlap. The first rows of a longer request are the rows of a shorter one. With `bos`, or a tokenizer that adds
+    one of its own accord, every row starts with that id, followed by `tokens - 1` ids of the text.
     """
     for name, value in (("num", num), ("tokens", tokens)):
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
             raise JkvError(f"{name}={value!r}: expected a whole number of at least 1")
+    if bos is None and getattr(tokenizer, "add_bos", False):
+        bos = getattr(tokenizer, "bos_id", None)
     step = int(tokens) - (bos is not None)
     if step < 1:
         raise JkvError(f"tokens={tokens}: a row that starts with bos={bos} needs at least 2 tokens")
@@ -94,7 +96,8 @@ def sequences(
     for kind in kinds[:num]:
         if not texts[kind].strip():
             raise JkvError(f"texts: {kind!r} is empty; expected at least {tokens} tokens of text")
-        ids[kind] = np.asarray(tokenizer.encode(texts[kind]), np.int32)
+        row = np.asarray(tokenizer.encode(texts[kind]), np.int32)
+        ids[kind] = row[1:] if bos is not None and row[:1] == bos else row
 
     have = {kind: len(row) // step for kind, row in ids.items()}
     need = {kind: len(range(i, num, len(kinds))) for i, kind in enumerate(ids)}

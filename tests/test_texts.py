@@ -93,6 +93,17 @@ def test_bos_takes_the_first_place_of_every_row():
     assert ids[:, 1:].ravel().tolist() == list(range(30))
 
 
+def test_a_tokenizer_that_adds_bos_has_it_in_every_row_once():
+    class Adds(Numbers):
+        add_bos, bos_id = True, 999
+
+        def encode(self, text):
+            return [999, *super().encode(text)]
+
+    ids, _ = texts.sequences(Adds(), {"a": numbered(0, 30)}, num=3, tokens=11)
+    assert (ids == texts.sequences(Numbers(), {"a": numbered(0, 30)}, num=3, tokens=11, bos=999)[0]).all()
+
+
 def test_a_path_is_a_text_of_one_kind(tmp_path):
     file = tmp_path / "mine.txt"
     file.write_text("\ufeff" + numbered(5, 20), "utf-8")
