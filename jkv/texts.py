@@ -96,8 +96,8 @@ def sequences(
     for kind in kinds[:num]:
         if not texts[kind].strip():
             raise JkvError(f"texts: {kind!r} is empty; expected at least {tokens} tokens of text")
-        row = np.asarray(tokenizer.encode(texts[kind]), np.int32)
-        ids[kind] = row[1:] if bos is not None and row[:1] == bos else row
+        encoded = np.asarray(tokenizer.encode(texts[kind]), np.int32)
+        ids[kind] = encoded[1:] if bos is not None and encoded[:1] == bos else encoded
 
     have = {kind: len(row) // step for kind, row in ids.items()}
     need = {kind: len(range(i, num, len(kinds))) for i, kind in enumerate(ids)}
