@@ -39,7 +39,7 @@ def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, block: int = 1024
     grouped = jnp.pad(grouped, ((0, 0), (0, padding), (0, 0), (0, 0), (0, 0)))
     positions = jnp.pad(positions, (0, padding)).reshape(-1, block)
     blocks = jnp.moveaxis(grouped.reshape(batch, -1, block, *grouped.shape[2:]), 1, 0)
-    out = jax.lax.map(lambda part: _attend(*part, k, v), (blocks, positions))
+    out = jax.lax.map(lambda part: _attend(part[0], part[1], k, v), (blocks, positions))
     return jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, dim)[:, :length]
 
 

