@@ -112,7 +112,7 @@ def _abstract_calib(scheme: Scheme, head_dim: int) -> Calib:
     return {"k": extra | calib["k"], "v": calib["v"]}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def layout(scheme: Scheme, head_dim: int) -> PageLayout:
     """The page of ``scheme`` at ``head_dim``.
 

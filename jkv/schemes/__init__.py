@@ -1,6 +1,6 @@
 """The schemes, one short file each. Importing this package registers them in the order of the tables."""
 
-from jkv.schemes import (  # noqa: F401
+from jkv.schemes import (  # noqa: F401, I001  (their order here is the order of registration)
     bf16,
     fp8,
     rtn,

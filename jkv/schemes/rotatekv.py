@@ -20,7 +20,7 @@ def rotatekv(
 ) -> Scheme:
     """``setting=head``: every key turned by its head's Hadamard after RoPE, then stored as KIVI stores it.
 
-    ``segment`` turns every 32 channels instead. ``published`` is the paper's own pipeline (:mod:`jkv.evaluate.rotatekv`):
+    ``segment`` turns every 32 channels instead. ``published`` is the paper's own pipeline (`jkv.evaluate.rotatekv`):
     keys before RoPE, one Hadamard over several heads, channels reordered, per-token groups of 128. Its keys must be
     turned back and given RoPE at every read, so queries cannot serve it: evaluation only.
 

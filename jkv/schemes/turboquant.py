@@ -22,10 +22,9 @@ def turboquant(bits: Bits = 4, correct: bool = True, qjl: bool = False, center: 
 
     Source: TurboQuant (Zandieh et al., ICLR 2026) in the form servers use it: plain Hadamard, no sign flips.
     """
-    stages: tuple[Stage, ...] = (qjl_stage(bits - 1), pack(bits - 1)) if qjl else (
-        codebook(bits, "token", correct),
-        pack(bits),
-    )
+    coder: tuple[Stage, ...] = (codebook(bits, "token", correct), pack(bits))
+    if qjl:
+        coder = (qjl_stage(bits - 1), pack(bits - 1))
 
     def tables(head_dim: int) -> dict[str, dict[str, jax.Array]]:
         k = {"levels": jnp.asarray(lloyd_sphere(head_dim, bits - 1 if qjl else bits), jnp.float32)}
@@ -34,7 +33,7 @@ def turboquant(bits: Bits = 4, correct: bool = True, qjl: bool = False, center: 
         return {"k": k | mean_of(center, head_dim), "v": {}}
 
     return Scheme(
-        k=centered(center, rotate("head"), *stages),
+        k=centered(center, rotate("head"), *coder),
         v=chain(affine(bits, "head", "f16"), pack(bits)),
         center=center,
         k_needs=center_needs(center),

@@ -129,21 +129,21 @@ def lloyd(values: np.ndarray, weights: np.ndarray, bits: int, steps: int = 20000
     return np.concatenate([-levels[::-1], levels])
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def lloyd_gaussian(bits: int) -> np.ndarray:
     """Lloyd-Max levels of the unit Gaussian, float64 ``[2**bits]``, by integration on a fine grid."""
     grid = (np.arange(400_000) + 0.5) * (9.0 / 400_000)
     return lloyd(grid, np.exp(-0.5 * grid**2), bits)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def lloyd_sphere(head_dim: int, bits: int) -> np.ndarray:
     """Lloyd-Max levels of one coordinate of a random unit vector, density ``(1 - t^2)^((D - 3) / 2)``."""
     grid = (np.arange(400_000) + 0.5) / 400_000
     return lloyd(grid, (1.0 - grid**2) ** ((head_dim - 3) / 2), bits)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def lloyd_block(bits: int) -> np.ndarray:
     """Lloyd-Max levels of 32 Gaussian values divided by the largest magnitude among them (a seeded sample)."""
     sample = np.random.default_rng(0).standard_normal((40_000, SEGMENT))
