@@ -171,7 +171,9 @@ class Scheme:
     ``granularity="group"`` means that K shares metadata along 32 tokens, so only whole pages can be encoded.
     ``k_needs`` and ``v_needs`` name the calibration entries without which the scheme cannot run; ``tables(head_dim)``
     gives, per side, the arrays its codecs read and the values they have without a calibration.
+    ``options`` is what calibration has to know of the scheme's options, ``v_options`` the same for V where it differs.
     ``signed_v`` says that V stores scales whose sign bit is free for a flag.
+    ``mix`` names the layers that use another scheme (:mod:`jkv.plan`).
     ``simulate`` marks an evaluation-only scheme: its reads cannot be served from rotated queries and it has no page.
     """
 
@@ -188,8 +190,10 @@ class Scheme:
     signed_v: bool = dataclasses.field(default=False, compare=False)
     tables: Tables = dataclasses.field(default=no_tables, compare=False, repr=False)
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    v_options: Mapping[str, Any] | None = dataclasses.field(default=None, compare=False, repr=False)
     query_dtype: Literal["bf16", "fp8"] = dataclasses.field(default="bf16", compare=False)
     simulate: Any = dataclasses.field(default=None, compare=False, repr=False)
+    mix: tuple[tuple[str, Scheme], ...] = dataclasses.field(default=(), compare=False, repr=False)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -206,6 +210,7 @@ class Scheme:
 
     def page_bytes(self, head_dim: int) -> int:
         """Bytes of one page: 32 tokens of one KV head, K and V together."""
-        size = self.token_bytes(head_dim) * PAGE_TOKENS
-        assert size == int(size), "page size is a whole number of bytes"
-        return int(size)
+        exact = self.token_bytes(head_dim) * PAGE_TOKENS
+        size = round(exact)  # bits such as 4 + 16/96 are no exact floats
+        assert abs(exact - size) < 1e-6, "page size is a whole number of bytes"
+        return size

@@ -17,6 +17,7 @@ from typing import Any, get_args, get_type_hints
 
 from jkv.core import PAGE_TOKENS, SEGMENT, Scheme, Windows
 from jkv.errors import JkvError
+from jkv.plan import check_range
 
 Factory = Callable[..., Scheme]
 _FACTORIES: dict[str, Factory] = {}
@@ -129,7 +130,7 @@ def _windows(spec: str, scheme: Scheme, given: dict[str, Any]) -> Windows:
     return windows
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def parse(spec: str) -> Scheme:
     """The scheme of a spec string.
 
@@ -138,6 +139,8 @@ def parse(spec: str) -> Scheme:
     """
     if not isinstance(spec, str) or not spec.strip():
         raise JkvError(f"scheme spec {spec!r} is empty; write NAME or NAME:key=value,... (see jkv schemes)")
+    if ";" in spec:
+        return _mixed(spec)
     if "/" in spec:
         return _asymmetric(spec)
     name, given = _parse_one(spec)
@@ -171,9 +174,34 @@ def _asymmetric(spec: str) -> Scheme:
         v=value.v,
         granularity="group" if "group" in (key.granularity, value.granularity) else "token",
         v_needs=value.v_needs,
+        v_options=value.options,
         signed_v=value.signed_v,
         tables=lambda head_dim: {"k": key.tables(head_dim)["k"], "v": value.tables(head_dim)["v"]},
     )
+
+
+def _mixed(spec: str) -> Scheme:
+    """``A;0-1=B;-1=C``: A in all layers but those named."""
+    first, *rest = (part.strip() for part in spec.split(";"))
+    base, mix = parse(first), []
+    for part in rest:
+        layers, equals, text = part.partition("=")
+        if not equals:
+            raise JkvError(f"{part!r} in {spec!r} names no scheme; write LAYERS=SPEC, as in 0-1=fp8")
+        for piece in layers.split(","):
+            check_range(piece, spec)
+        scheme = parse(text)
+        if scheme.windows != Windows():
+            raise JkvError(
+                f"{part!r} in {spec!r} states windows; tail, sink, recent and boundary belong to the first spec"
+            )
+        mix.append((layers, scheme))
+    canonical = ";".join([base.spec, *(f"{layers}={scheme.spec}" for layers, scheme in mix)])
+    if base.windows.tail == "0" and any(scheme.granularity == "group" for _, scheme in mix):
+        raise JkvError(
+            f"tail=0 in {spec!r} is not possible: one of its layers shares metadata along {PAGE_TOKENS} tokens"
+        )
+    return dataclasses.replace(base, spec=canonical, mix=tuple(mix))
 
 
 def check_head_dim(scheme: Scheme, head_dim: int) -> None:

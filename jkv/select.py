@@ -70,49 +70,74 @@ def _pool(score: Array, unit: Unit) -> Array:
     return jnp.sum(score, axis=-1, keepdims=True) if unit == "group" else score
 
 
-def choose_flags(
-    inner: Stage, calib: Calib, x: Array, *, unit: Unit, measure: Measure, exhaustive: bool = False
-) -> tuple[Array, Array, Array]:
-    """Decide the flags of one page (``unit="group"``) or of every key (``"key"``) of ``x[T, D]``.
+def _projections(inner: Stage, calib: Calib, x: Array, measure: Measure) -> tuple[Array, Array, Array | None]:
+    """Every stored row's view of every candidate error of one page ``x[T, D]``.
 
-    Returns ``(flags, chosen, raw)``: boolean ``[U, S + 1]`` with U = 1 or T, and the measured errors ``[U]`` of the
-    choice and of storing everything raw.
+    Returns ``z: [2S, N, T]`` (S raw segments, then S rotated ones), ``z_head: [N, T]`` and weights ``[N, T]`` or None.
     """
     rows, weights = _terms(measure, calib, x)
     parts = rows.reshape(rows.shape[0], -1, SEGMENT)
     raw, segment, head = candidate_errors(inner, calib, x)
+    z = [jnp.einsum("nsc,tsc->snt", parts, _by_segment(e), precision=_HIGHEST) for e in (raw, segment)]
+    return jnp.concatenate(z, axis=0), jnp.matmul(rows, head.T, precision=_HIGHEST), weights
 
-    def project(e: Array) -> Array:  # [S, N, T]
-        return jnp.einsum("nsc,tsc->snt", parts, _by_segment(e), precision=_HIGHEST)
 
-    def total(z: Array) -> Array:  # [..., N, T] -> [..., U]
-        square = z * z if weights is None else z * z * weights
+def choose_flags(
+    inner: Stage, calib: Calib, x: Array, *, unit: Unit, measure: Measure, exhaustive: bool = False
+) -> Array:
+    """Decide the flags of one page (``unit="group"``) or of every key (``"key"``) of ``x[T, D]``.
+
+    Returns boolean ``[U, S + 1]`` with U = 1 or T: one flag per segment, then the head's.
+    """
+    z, z_head, weights = _projections(inner, calib, x, measure)
+    count = z.shape[0] // 2
+
+    def total(a: Array) -> Array:  # [..., N, T] -> [..., U]
+        square = a * a if weights is None else a * a * weights
         return _pool(jnp.sum(square, axis=-2), unit)
 
-    z_raw, z_segment = project(raw), project(segment)
-    z_head = jnp.matmul(rows, head.T, precision=_HIGHEST)
-    raw_error, head_error = total(jnp.sum(z_raw, axis=0)), total(z_head)
     if exhaustive:
-        rotated, assembled_error = _best_assembly(z_raw, z_segment, weights, unit)
+        gram = _pool(_gram(z, weights), unit)  # [2S, 2S, U]
+        rotated = jax.vmap(functools.partial(rotated_segments, exhaustive=True), 2, 1)(gram)
     else:
-        rotated = total(z_segment) < total(z_raw)  # [S, U]
-        assembled_error = total(jnp.sum(jnp.where(rotated[:, None, :], z_segment, z_raw), axis=0))
-    whole = head_error < assembled_error
-    flags = jnp.concatenate([rotated & ~whole, whole[None]], axis=0).T
-    return flags, jnp.minimum(assembled_error, head_error), raw_error
+        rotated = total(z[count:]) < total(z[:count])  # [S, U]
+    assembled = total(jnp.sum(jnp.where(rotated[:, None, :], z[count:], z[:count]), axis=0))
+    whole = total(z_head) < assembled
+    return jnp.concatenate([rotated & ~whole, whole[None]], axis=0).T
 
 
-def _best_assembly(z_raw: Array, z_segment: Array, weights: Array | None, unit: Unit) -> tuple[Array, Array]:
-    """Best of all ``2**S`` assemblies: ``total = sum_{s, s'} G[c_s s, c_s' s']`` with one Gram matrix per unit."""
-    count = z_raw.shape[0]
-    z = jnp.concatenate([z_raw, z_segment], axis=0)  # [2S, N, T]
+def _gram(z: Array, weights: Array | None) -> Array:
+    """``G[a, b, t] = sum_i p_i z_a z_b``: the measure of any assembly is a sum of its entries."""
     weighted = z if weights is None else z * weights
-    gram = _pool(jnp.einsum("ant,bnt->abt", weighted, z, precision=_HIGHEST), unit)
+    return jnp.einsum("ant,bnt->abt", weighted, z, precision=_HIGHEST)
+
+
+def gram_of_page(inner: Stage, calib: Calib, x: Array, *, measure: Measure) -> tuple[Array, Array]:
+    """Gram matrix ``[2S, 2S]`` of a page's candidate errors and the head candidate's error, summed over its keys.
+
+    Sums over pages decide a fixed choice: ``rotated_segments``, then ``assembly_error`` against the head's error.
+    """
+    z, z_head, weights = _projections(inner, calib, x, measure)
+    square = z_head * z_head if weights is None else z_head * z_head * weights
+    return jnp.sum(_gram(z, weights), axis=-1), jnp.sum(square)
+
+
+def rotated_segments(gram: Array, exhaustive: bool) -> Array:
+    """Which segments to rotate, ``[S]``: each by its own diagonal entries, or the best of all ``2**S`` assemblies."""
+    count = gram.shape[0] // 2
+    if not exhaustive:
+        own = jnp.diagonal(gram)
+        return own[count:] < own[:count]
     combos = np.array(list(itertools.product((0, 1), repeat=count)), np.float32)  # [2**S, S]
     pick = jnp.asarray(np.concatenate([1 - combos, combos], axis=1))
-    totals = jnp.einsum("ka,abu,kb->ku", pick, gram, pick, precision=_HIGHEST)
-    best = jnp.argmin(totals, axis=0)
-    return jnp.asarray(combos, bool)[best].T, jnp.take_along_axis(totals, best[None], axis=0)[0]
+    totals = jnp.einsum("ka,ab,kb->k", pick, gram, pick, precision=_HIGHEST)
+    return jnp.asarray(combos, bool)[jnp.argmin(totals)]
+
+
+def assembly_error(gram: Array, rotated: Array) -> Array:
+    """The measured error of one assembly ``rotated: [S]``."""
+    pick = jnp.concatenate([~rotated, rotated]).astype(jnp.float32)
+    return jnp.einsum("a,ab,b->", pick, gram, pick, precision=_HIGHEST)
 
 
 def choose(
@@ -126,7 +151,7 @@ def choose(
     """
 
     def decide(calib: Calib, page: Array) -> Array:
-        return choose_flags(inner, calib, page, unit=unit, measure=measure, exhaustive=exhaustive)[0]
+        return choose_flags(inner, calib, page, unit=unit, measure=measure, exhaustive=exhaustive)
 
     def flags_of(calib: Calib, x: Array) -> Array:  # [..., 1 or T, S + 1]
         count = x.shape[-1] // SEGMENT + 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -22,32 +21,67 @@ def exact_attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, state:
     return causal_attention(q, k, v), state
 
 
-@partial(jax.jit, static_argnames="block")
-def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array, block: int = 1024) -> jax.Array:
+@jax.jit
+def causal_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Grouped-query causal attention with float32 scores and softmax.
 
     q [B, T, Hq, D], k and v [B, S, Hkv, D] with S >= T: the queries are the last T of the S tokens, and query head h
-    reads KV head h // (Hq / Hkv). Queries are taken ``block`` at a time so that the scores stay small. Returns
-    o [B, T, Hq, D] in q's dtype.
+    reads KV head h // (Hq / Hkv). Returns o [B, T, Hq, D] in q's dtype.
     """
+    return attention_with_logz(q, k, v)[0]
+
+
+@jax.jit
+def attention_with_logz(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """:func:`causal_attention` and the log of its softmax denominators, float32 [B, T, Hq]."""
+    length, heads = q.shape[1:3]
+    before = k.shape[1] - length
+    keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+    rows = group_queries(q, k.shape[2])
+    outs, logs = [], []
+    for start, stop in query_blocks(length):
+        seen = before + stop  # nothing later than the block's last query is ever multiplied
+        scores = scaled_scores(rows[:, :, :, start:stop], keys[..., :seen])
+        visible = jnp.arange(seen) <= before + jnp.arange(start, stop)[:, None]
+        scores = jnp.where(visible, scores, -jnp.inf)
+        top = jnp.max(scores, axis=-1, keepdims=True)
+        weights = jnp.exp(scores - top)
+        total = jnp.sum(weights, axis=-1, keepdims=True)
+        outs.append(weighted_values(weights, values[:, :, :seen]) / total)
+        logs.append((top + jnp.log(total))[..., 0])
+    logz = ungroup(jnp.concatenate(logs, axis=3)[..., None], heads)[..., 0]
+    return ungroup(jnp.concatenate(outs, axis=3), heads).astype(q.dtype), logz
+
+
+def query_blocks(length: int) -> list[tuple[int, int]]:
+    """Ranges of queries that are scored together: about a sixteenth of the sequence, at least 256, whole pages of 32."""
+    size = max(256, -(-length // 512) * 32)
+    return [(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
+    """Queries [B, T, Hq, D] by KV head: [B, Hkv, G, T, D]."""
     batch, length, heads, dim = q.shape
-    grouped = q.reshape(batch, length, k.shape[2], heads // k.shape[2], dim)
-    positions = jnp.arange(length) + k.shape[1] - length
-    if length <= block:
-        return _attend(grouped, positions, k, v).reshape(q.shape)
-    padding = -length % block
-    grouped = jnp.pad(grouped, ((0, 0), (0, padding), (0, 0), (0, 0), (0, 0)))
-    positions = jnp.pad(positions, (0, padding)).reshape(-1, block)
-    blocks = jnp.moveaxis(grouped.reshape(batch, -1, block, *grouped.shape[2:]), 1, 0)
-    out = jax.lax.map(lambda part: _attend(part[0], part[1], k, v), (blocks, positions))
-    return jnp.moveaxis(out, 0, 1).reshape(batch, -1, heads, dim)[:, :length]
+    return q.reshape(batch, length, kv_heads, heads // kv_heads, dim).transpose(0, 2, 3, 1, 4)
 
 
-def _attend(q: jax.Array, positions: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """q [B, T, Hkv, G, D] at the given positions [T] against all keys up to each position."""
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=FULL, preferred_element_type=jnp.float32)
-    visible = jnp.arange(k.shape[1]) <= positions[:, None]
-    scores = jnp.where(visible, scores * q.shape[-1] ** -0.5, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum("bkgts,bskd->btkgd", weights, v, precision=FULL, preferred_element_type=jnp.float32)
-    return out.astype(q.dtype)
+def ungroup(o: jax.Array, heads: int) -> jax.Array:
+    """[B, Hkv, G, T, X] back to [B, T, Hq, X]."""
+    batch, _, _, length, width = o.shape
+    return o.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
+
+
+def scaled_scores(rows: jax.Array, keys: jax.Array) -> jax.Array:
+    """Float32 scores of rows [B, Hkv, G, T, D] with keys [B, Hkv, D, S], over sqrt(D): [B, Hkv, G, T, S]."""
+    batch, kv_heads, group, length, dim = rows.shape
+    flat = rows.reshape(batch, kv_heads, group * length, dim)
+    scores = jnp.matmul(flat, keys, precision=FULL, preferred_element_type=jnp.float32) * dim**-0.5
+    return scores.reshape(batch, kv_heads, group, length, keys.shape[-1])
+
+
+def weighted_values(weights: jax.Array, values: jax.Array) -> jax.Array:
+    """Weights [B, Hkv, G, T, S] times values [B, Hkv, S, D], accumulated in float32: [B, Hkv, G, T, D]."""
+    batch, kv_heads, group, length, seen = weights.shape
+    flat = weights.reshape(batch, kv_heads, group * length, seen).astype(values.dtype)
+    out = jnp.matmul(flat, values, precision=FULL, preferred_element_type=jnp.float32)
+    return out.reshape(batch, kv_heads, group, length, values.shape[-1])

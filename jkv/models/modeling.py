@@ -108,7 +108,18 @@ class Decoder(nnx.Module):
         attention: Attention = exact_attention,
         state: Any = None,
     ) -> tuple[jax.Array, Any]:
-        """Run all layers: tokens [B, T] -> (float32 logits [B, T, vocab], state).
+        """Run the model: tokens [B, T] -> (float32 logits [B, T, vocab], state). See :meth:`hidden`."""
+        x, state = self.hidden(tokens, positions, attention, state)
+        return self.head(x), state
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array | None = None,
+        attention: Attention = exact_attention,
+        state: Any = None,
+    ) -> tuple[jax.Array, Any]:
+        """Run all layers: tokens [B, T] -> (x [B, T, E] as :meth:`head` takes it, state).
 
         ``attention(layer_index, q, k, v, state) -> (o, state)`` is called once per layer in order; the default is exact
         causal attention over these tokens. ``positions`` [B, T] default to 0..T-1. Works eagerly (two small compiled
@@ -128,7 +139,7 @@ class Decoder(nnx.Module):
             q, k, v = block_qkv(graph, weights, x, positions)
             o, state = attention(index, q, k, v, state)
             x = block_finish(graph, weights, x, o)
-        return self.head(x), state
+        return x, state
 
 
 @partial(jax.jit, static_argnums=0)
