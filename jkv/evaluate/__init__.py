@@ -1,0 +1,1 @@
+"""Evaluation: what a cache scheme costs and saves on a real language model."""
