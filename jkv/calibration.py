@@ -21,6 +21,7 @@ import dataclasses
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,8 @@ def load(path: str | os.PathLike[str]) -> Calibration:
 
 
 def decision_key(scheme: Scheme) -> str:
-    """The scheme's spec without its windows: what decisions are filed under."""
-    name, _, tail = scheme.spec.split(";")[0].partition(":")
+    """The spec of the scheme's keys without its windows: what decisions, which concern keys alone, are filed under."""
+    name, _, tail = scheme.spec.split(";")[0].split("/")[0].partition(":")
     window = ("tail=", "sink=", "recent=", "boundary=")
     kept = [part for part in tail.split(",") if part and not part.startswith(window)]
     return name + (":" + ",".join(kept) if kept else "")
@@ -175,11 +176,13 @@ def _root(w: np.ndarray) -> np.ndarray:
     return (scaled @ np.swapaxes(vector, -1, -2)).astype(np.float32)
 
 
-def _levels(calibration: Calibration, layer: int, side: str, scheme: Scheme, default: np.ndarray) -> np.ndarray:
+def _levels(
+    calibration: Calibration, layer: int, side: str, options: Mapping[str, Any], default: np.ndarray
+) -> np.ndarray:
     """The fitted table where this layer is among the worst ``refit`` fraction and the fit held on unseen tokens."""
-    name = f"{side}_{scheme.options['scaling']}"
+    name = f"{side}_{options['scaling']}"
     mse = calibration.arrays[f"levels_mse/{name}"]  # [L, 3]: theory, then theory and fit on held-out tokens
-    count = int(np.ceil(scheme.options["refit"] * len(mse)))
+    count = int(np.ceil(options["refit"] * len(mse)))
     chosen = np.argsort(-mse[:, 0], kind="stable")[:count]
     accepted = layer in chosen and mse[layer, 2] < mse[layer, 1]
     return calibration.arrays[f"levels/{name}"][layer].astype(np.float32) if accepted else np.asarray(default)
@@ -210,6 +213,7 @@ def _calibrated(
     scheme: Scheme, calibration: Calibration, layer: int, side: str, entries: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     arrays, needs = calibration.arrays, scheme.k_needs if side == "k" else scheme.v_needs
+    options = scheme.options if side == "k" or scheme.v_options is None else scheme.v_options
     new: dict[str, np.ndarray] = {}
     for key in ("scale_mult", "zero_mult"):
         if key in entries:
@@ -219,10 +223,10 @@ def _calibrated(
         new["mean"] = arrays["mean"][layer] * np.float32(on)
     if "fp8_scale" in entries:
         largest = arrays[f"{side}_absmax"][layer]
-        largest = largest if scheme.options["scale"] == "head" else np.full_like(largest, largest.max())
+        largest = largest if options["scale"] == "head" else np.full_like(largest, largest.max())
         new["fp8_scale"] = np.where(largest > 0, largest / 448.0, 1.0).astype(np.float32)
     if "levels" in entries and "levels" in needs:
-        fitted = _levels(calibration, layer, side, scheme, entries["levels"][0])
+        fitted = _levels(calibration, layer, side, options, entries["levels"][0])
         new["levels"] = np.broadcast_to(fitted, entries["levels"].shape)
     if "w" in needs:
         new["w_root"] = _root(arrays["w"][layer])
