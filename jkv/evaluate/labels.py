@@ -12,7 +12,7 @@ _ANGLES = np.linspace(0, 2 * np.pi, 24, endpoint=False)
 _PASSES, _ORDERS = 3, 10
 _MARGIN = 5.0  # free pixels around a label
 _LEADER = 24.0  # a label further than this from its point gets a line to it
-_OVER_LABEL, _OVER_LINE, _OVER_MARK, _CROSSING = 40.0, 6.0, 40.0, 400.0  # costs against 3 per pixel of distance
+_OVER_LABEL, _OVER_LINE, _OVER_MARK, _CROSSING = 40.0, 14.0, 40.0, 400.0  # costs against 3 per pixel of distance
 MARK = 9.0  # half the size of a marker
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top
@@ -79,7 +79,7 @@ def _settle(
                 cost = cost + _CROSSING * far * (_cuts(theirs, lines)[0] > 0)
                 if options[other].far[taken]:
                     line = leaders(points[other], there[None], sizes[other])
-                    cost = cost + _CROSSING * (_cuts(rects, line)[:, 0] > 0)
+                    cost = cost + _CROSSING * ((_cuts(rects, line)[:, 0] > 0) | far & _cross(lines, line))
             chosen[at] = int(np.argmin(cost))
             total += float(cost[chosen[at]])
     return chosen, total
@@ -121,6 +121,17 @@ def leaders(point: np.ndarray, centres: np.ndarray, size: np.ndarray) -> np.ndar
     """Lines ``[C, 2, 2]`` from a point to the nearest spot of a label of ``size`` at each of ``centres``."""
     ends = np.clip(point, centres - size / 2, centres + size / 2)
     return np.stack([np.broadcast_to(point, ends.shape), ends], axis=1)
+
+
+def _cross(lines: np.ndarray, line: np.ndarray) -> np.ndarray:
+    """Which of the lines ``[C, 2, 2]`` cross the one line ``[1, 2, 2]``."""
+
+    def sides(ends: np.ndarray, points: np.ndarray) -> np.ndarray:
+        way, to = ends[:, 1] - ends[:, 0], points - ends[:, :1]
+        turn = way[:, None, 0] * to[..., 1] - way[:, None, 1] * to[..., 0]
+        return turn[:, 0] * turn[:, 1]
+
+    return (sides(line, lines) < 0) & (sides(lines, line) < 0)
 
 
 def _cuts(rects: np.ndarray, segments: np.ndarray) -> np.ndarray:

@@ -31,6 +31,7 @@ _STYLE = {  # family: colour, marker
 }
 _OTHER = ("#555555", "h")  # mixes such as fp8/rtn:bits=4
 _DPI, _SIZE = 125, (12.8, 8.0)  # 1600 x 1000 pixels
+_MARKER = 15.0  # pixels from one marker to the next where they stand side by side
 _TICKS = (1, 1.5, 2, 3, 4, 6, 8)
 _FACTORS = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16)
 
@@ -55,6 +56,7 @@ def plot(found: dict[str, Any], path: str | PathLike[str]) -> None:
     y = np.array([max(row["kl_x1000"], low) for row in rows])
     _axes(axes, x, y, low, exact_bytes(rows))
     steps = _front(axes, x, y)
+    x = side_by_side(axes, x, y)
     bars = _points(axes, rows, x, y, low)
     _titles(figure, axes, found)
     _labels(figure, axes, rows, x, y, bars, steps)
@@ -87,7 +89,7 @@ def _axes(axes: Axes, x: np.ndarray, y: np.ndarray, low: float, exact: float) ->
 
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xlim(x.min() / 1.16, max(x.max(), exact if len(x) == 1 else x.max()) * 1.16)
+    axes.set_xlim(x.min() / 1.45, x.max() * 1.16)
     axes.set_ylim(low / 1.5, max(y.max() * 2.2, low * 10))
     left, right = axes.get_xlim()
     ticks = [t * 10.0**k for k in range(-1, 9) for t in _TICKS if left <= t * 10.0**k <= right]
@@ -118,12 +120,23 @@ def _axes(axes: Axes, x: np.ndarray, y: np.ndarray, low: float, exact: float) ->
 def _front(axes: Axes, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Draw the front as steps: a budget of so many bytes buys at best this KL. Returns its corners."""
     front = pareto(x, y)
-    corners = [(x[front[0]], axes.get_ylim()[1]), (x[front[0]], y[front[0]])]
+    corners = [(x[front[0]], y[front[0]])]
     for before, after in itertools.pairwise(front):
         corners += [(x[after], y[before]), (x[after], y[after])]
     path = np.array(corners)
     axes.plot(*path.T, color="#222222", linewidth=1.3, linestyle=(0, (5, 3)), alpha=0.55, zorder=1.5)
     return path
+
+
+def side_by_side(axes: Axes, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """x for drawing: markers of one cache size that would cover each other stand side by side."""
+    at = axes.transData.transform(np.stack([x, y], axis=-1))
+    order = np.lexsort((at[:, 1], np.round(at[:, 0])))
+    steps = np.diff(at[order], axis=0)
+    apart = (np.abs(steps[:, 0]) > 1) | (steps[:, 1] > _MARKER)
+    for group in np.split(order, np.flatnonzero(apart) + 1):
+        at[group, 0] += (np.arange(len(group)) - (len(group) - 1) / 2) * _MARKER
+    return axes.transData.inverted().transform(at)[:, 0]
 
 
 def _points(axes: Axes, rows: list[dict[str, Any]], x: np.ndarray, y: np.ndarray, low: float) -> list[list[float]]:
@@ -152,12 +165,13 @@ def _titles(figure: Figure, axes: Axes, found: dict[str, Any]) -> None:
     plural = "" if found["sequences"] == 1 else "s"
     lines = [
         f"{found['sequences']} sequence{plural} x {found['tokens']} tokens. Bars: standard error over sequences. "
-        "Dashed: Pareto front (no smaller cache is closer to exact)."
+        "Dashed: Pareto front (no smaller cache is closer to exact).",
+        "Markers of one size that would cover each other stand side by side.",
     ]
     if shared is not None:
-        lines.append("In BF16 in every row: " + ", ".join(f"{key}={shared[key]}" for key in WINDOWS) + ".")
+        lines[1] += " In BF16 in every row: " + ", ".join(f"{key}={shared[key]}" for key in WINDOWS) + "."
     elif rows:
-        lines.append("Rows keep different tokens in BF16 (windows differ): they are not comparable.")
+        lines[1] += " Rows keep different tokens in BF16 (windows differ): they are not comparable."
     figure.text(left, 0.02, "\n".join(lines), fontsize=11, color="#555555", va="bottom", linespacing=1.4)
 
 

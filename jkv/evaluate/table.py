@@ -21,7 +21,7 @@ _HEADERS = (
     "perplexity",
     "vs\nexact",
 )
-_WIDE = 105  # columns of a terminal that takes the usual specs in one line
+_WIDE = 99  # columns of a terminal that takes the usual specs in one line
 
 
 def heading(found: dict[str, Any]) -> str:

@@ -4,11 +4,12 @@ import struct
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from jkv.errors import JkvError
 from jkv.evaluate import plot as plots
 from jkv.evaluate.labels import place
-from jkv.evaluate.plot import floor, pareto, plot
+from jkv.evaluate.plot import floor, pareto, plot, side_by_side
 
 from .comparisons import comparison, row
 
@@ -67,6 +68,14 @@ def test_the_front_keeps_what_no_smaller_cache_beats():
     x = np.array([4.0, 2.0, 2.0, 3.0, 8.0, 4.0])
     y = np.array([5.0, 9.0, 7.0, 8.0, 1.0, 5.0])
     assert [(x[i], y[i]) for i in pareto(x, y)] == [(2.0, 7.0), (4.0, 5.0), (8.0, 1.0)]
+
+
+def test_markers_that_would_cover_each_other_stand_side_by_side():
+    axes = Figure(dpi=100).add_axes((0, 0, 1, 1))  # 640 x 480 pixels
+    axes.set_xlim(0, 640)
+    axes.set_ylim(0, 480)
+    x, y = np.array([100.0, 100.0, 100.0, 200.0]), np.array([50.0, 54.0, 150.0, 50.0])
+    np.testing.assert_allclose(side_by_side(axes, x, y), [92.5, 107.5, 100, 200])
 
 
 @pytest.mark.parametrize("smallest, expected", [(3.1, 1.0), (1.2, 0.1), (185.0, 10.0)])
