@@ -250,6 +250,29 @@ def test_different_windows_are_warned_about_before_work(jkv, model, text):
     assert "warning" not in jkv("compare", model, *short)[2]
 
 
+# --- generate
+
+
+def test_generate_streams_text_and_says_what_it_cost(jkv, model, calib):
+    arguments = [
+        "generate",
+        model,
+        "--scheme",
+        "kivi:bits=4",
+        "--prompt",
+        "quick fox",
+        "--max-tokens",
+        "3",
+        "--calib",
+        calib,
+    ]
+    code, out, err = jkv(*arguments)
+    assert code == 0 and out.endswith("\n") and "smaller than BF16's" in err and err.count("\n") == 1
+    found = json.loads(jkv(*arguments, "--json")[1])
+    assert found["text"] + "\n" == out and found["scheme"] == "kivi:bits=4"
+    assert found["prompt_tokens"] == 9 and found["cache_bytes"] > 0 and found["bf16_bytes"] > 0
+
+
 # --- bad input
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jkv.commands._shared import JsonFlag, ModelArg, at_least, load_model, print_json
+from jkv.commands._shared import JsonFlag, ModelArg, at_least, load_model, print_json, progress_bar
 from jkv.errors import JkvError
+
+if TYPE_CHECKING:
+    from jkv.generate import Stats
 
 NAME = "generate"
 HELP = "Continue a prompt from a quantized cache. Prints its bytes against BF16 and the tokens per second."
@@ -33,14 +35,14 @@ def command(
     calib: CalibOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    from jkv.commands._shared import progress_bar
+    from jkv.plan import components
     from jkv.registry import check_head_dim, parse
 
     parsed = parse(scheme)
     at_least("--max-tokens", max_tokens, 1)
     if not prompt:
         raise JkvError("--prompt='' is empty; give the text to continue")
-    if parsed.simulate is not None:
+    if any(part.simulate is not None for part in components(parsed)):
         raise JkvError(f"--scheme={parsed.spec!r} is evaluation-only: it has no cache to generate from")
     if calib is not None:
         from jkv.calibration import load
@@ -48,26 +50,31 @@ def command(
         load(calib)
 
     from jkv.evaluate.calibrations import calibration_for
-    from jkv.generate import stream_text  # type: ignore[import-not-found]
+    from jkv.generate import Stats, stream_text
 
     loaded, _ = load_model(model)
-    check_head_dim(parsed, loaded.config.head_dim)
+    for part in components(parsed):
+        check_head_dim(part, loaded.config.head_dim)
     with progress_bar("calibrating") as step:
         calibration = calibration_for(loaded, [parsed], calib, step)
-    stream = stream_text(loaded, parsed, prompt, max_tokens=max_tokens, calibration=calibration)
-    pieces = []
-    for piece in stream:
+    stats, pieces = Stats(), []
+    for piece in stream_text(loaded, parsed, prompt, max_tokens=max_tokens, calibration=calibration, stats=stats):
         pieces.append(piece)
         if not as_json:
             sys.stdout.write(piece)
             sys.stdout.flush()
-    stats = dataclasses.asdict(stream.stats)
     if as_json:
-        print_json({"scheme": parsed.spec, "model": loaded.name, "prompt": prompt, "text": "".join(pieces), **stats})
+        text = "".join(pieces)
+        print_json({"model": loaded.name, "scheme": parsed.spec, "prompt": prompt, "text": text, **stats.to_json()})
         return
     print()
+    _report(stats)
+
+
+def _report(stats: Stats) -> None:
+    ratio = stats.bf16_bytes / stats.cache_bytes if stats.cache_bytes else 1.0
     print(
-        f"{stats['tokens']} tokens, {stats['tokens_per_second']:.1f} a second; cache {stats['cache_bytes']:,} bytes, "
-        f"{stats['bf16_bytes'] / stats['cache_bytes']:.2f}x less than BF16's {stats['bf16_bytes']:,}",
+        f"{stats.new_tokens} tokens, {stats.tokens_per_second:.1f} a second; cache of {stats.cache_bytes:,} bytes, "
+        f"{ratio:.2f}x smaller than BF16's {stats.bf16_bytes:,}",
         file=sys.stderr,
     )
