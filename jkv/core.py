@@ -166,7 +166,8 @@ Center = Literal["off", "on", "auto"]
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A codec for K, a codec for V, and everything static about them. Frozen, hashable, equal when its spec is.
+    """A codec for K, a codec for V, and everything static about them. Frozen, hashable, equal when spec and
+    windows are.
 
     ``granularity="group"`` means that K shares metadata along 32 tokens, so only whole pages can be encoded.
     ``k_needs`` and ``v_needs`` name the calibration entries without which the scheme cannot run; ``tables(head_dim)``
@@ -182,7 +183,7 @@ class Scheme:
     k: Codec = dataclasses.field(compare=False, repr=False, kw_only=True)
     v: Codec = dataclasses.field(compare=False, repr=False, kw_only=True)
     granularity: Granularity = dataclasses.field(default="token", compare=False)
-    windows: Windows = dataclasses.field(default=Windows(), compare=False)
+    windows: Windows = Windows()  # a layer of a plan has the plan's windows, which its own spec does not state
     flags: FlagPlacement = dataclasses.field(default="none", compare=False)
     center: Center = dataclasses.field(default="off", compare=False)
     k_needs: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)

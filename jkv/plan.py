@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jkv.core import Scheme, Windows
+from jkv.core import PAGE_TOKENS, Scheme, Windows
 from jkv.errors import JkvError
 
 _RANGE = re.compile(r"^(-?\d+)(?:-(\d+))?$")
@@ -73,8 +73,11 @@ def plan_layers(scheme: Scheme, num_layers: int) -> Plan:
 
 def check_range(text: str, spec: str) -> None:
     """Refuse a layer range that is not ``3``, ``-1`` or ``0-3``."""
-    if not _RANGE.match(text):
-        raise JkvError(f"layers {text!r} in {spec!r} are not allowed; write 3, -1 (the last) or 0-3, with commas between")
+    match = _RANGE.match(text)
+    if not match or (match[2] and not 0 <= int(match[1]) <= int(match[2])):
+        raise JkvError(
+            f"layers {text!r} in {spec!r} are not allowed; write 3, -1 (the last) or 0-3, with commas between"
+        )
 
 
 def _layers(text: str, num_layers: int, spec: str) -> list[int]:
@@ -86,8 +89,10 @@ def _layers(text: str, num_layers: int, spec: str) -> list[int]:
         last = int(match[2]) if match[2] else first
         for layer in range(first, last + 1):
             if not -num_layers <= layer < num_layers:
-                raise JkvError(f"layer {layer} in {spec!r} does not exist: the model has {num_layers} layers, 0 to "
-                               f"{num_layers - 1}")
+                raise JkvError(
+                    f"layer {layer} in {spec!r} does not exist: the model has {num_layers} layers, 0 to "
+                    f"{num_layers - 1}"
+                )
             found.append(layer % num_layers)
     return found
 
@@ -98,30 +103,47 @@ def mix_for_budget(
     """The scheme of each layer that minimizes the summed error within a budget of bytes per token and KV head.
 
     ``errors[spec]: [L]`` is each layer's error under each scheme, in any one unit (KL with only that layer quantized,
-    say). Starts from the cheapest scheme everywhere and repeatedly takes the upgrade that removes the most error per
-    byte, along each layer's lower convex hull, so every prefix of the upgrades is optimal for the bytes it uses.
+    say). Exact: dynamic programming over whole units of bytes, layer by layer. Among equal errors the cheaper mix wins.
 
     Raises:
-      JkvError: where even the cheapest scheme exceeds the budget.
+      JkvError: where even the cheapest scheme exceeds the budget, or an error is missing, not finite or misshapen.
     """
-    cost = np.array([scheme.token_bytes(head_dim) for scheme in schemes])
-    table = np.stack([np.asarray(errors[scheme.spec], np.float64) for scheme in schemes])  # [schemes, L]
-    at = np.full(table.shape[1], int(np.argmin(cost)))
-    spent = cost[at].sum()
-    if spent > budget:
+    table = np.stack([_layer_errors(scheme, errors) for scheme in schemes])  # [schemes, L]
+    cost = np.array([scheme.page_bytes(head_dim) for scheme in schemes])
+    num_layers = table.shape[1]
+    least = num_layers * cost.min()
+    if least > budget * PAGE_TOKENS * (1 + 1e-12):
         raise JkvError(
-            f"budget={budget:g} bytes per token and KV head is below the cheapest scheme's {spent:g} "
-            f"({schemes[at[0]].spec} in all {len(at)} layers)"
+            f"budget={budget:g} bytes per token and KV head is below the cheapest scheme's {least / PAGE_TOKENS:g} "
+            f"({schemes[int(np.argmin(cost))].spec} in all {num_layers} layers)"
         )
-    while True:
-        best: tuple[float, int, int] | None = None
-        for layer, now in enumerate(at):
-            extra, gain = cost - cost[now], table[now, layer] - table[:, layer]
-            for option in np.flatnonzero((extra > 0) & (gain > 0) & (spent + extra <= budget)):
-                rate = gain[option] / extra[option]
-                if best is None or rate > best[0]:
-                    best = (rate, layer, int(option))
-        if best is None:
-            return [schemes[i] for i in at]
-        spent += cost[best[2]] - cost[at[best[1]]]
-        at[best[1]] = best[2]
+    # Above the cheapest mix every cost is a multiple of `unit`; more than the dearest mix cannot be spent.
+    extra = cost - cost.min()
+    unit = int(np.gcd.reduce(extra)) or 1
+    extra = extra // unit
+    room = int(min((budget * PAGE_TOKENS * (1 + 1e-12) - least) // unit, num_layers * extra.max()))
+    best = np.zeros(room + 1)  # the least error of the layers so far within each number of units
+    picks = []
+    for layer in range(num_layers):
+        options = np.full((len(schemes), room + 1), np.inf)
+        for option, spent in enumerate(extra.tolist()):
+            if spent <= room:
+                options[option, spent:] = table[option, layer] + best[: room + 1 - spent]
+        picks.append(np.argmin(options, axis=0))
+        best = options.min(axis=0)
+    left = int(np.flatnonzero(best == best[-1])[0])
+    chosen: list[Scheme] = []
+    for pick in reversed(picks):
+        option = int(pick[left])
+        chosen.append(schemes[option])
+        left -= int(extra[option])
+    return chosen[::-1]
+
+
+def _layer_errors(scheme: Scheme, errors: Mapping[str, np.ndarray]) -> np.ndarray:
+    if scheme.spec not in errors:
+        raise JkvError(f"errors has no entry for {scheme.spec!r}; it has {', '.join(errors) or 'none'}")
+    found = np.asarray(errors[scheme.spec], np.float64)
+    if found.ndim != 1 or not np.isfinite(found).all():
+        raise JkvError(f"errors of {scheme.spec!r} must be one finite number per layer")
+    return found
