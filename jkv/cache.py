@@ -108,8 +108,8 @@ def init_cache(
 ) -> KVCache:
     """An empty cache for ``batch`` rows of up to ``max_tokens`` tokens (rounded up to whole blocks).
 
-    By default every row owns its blocks, in order; give ``block_table: int32[batch, blocks]`` and ``num_blocks`` to place
-    them otherwise.
+    By default every row owns its blocks, in order; give ``block_table: int32[batch, blocks]`` and ``num_blocks`` to
+    place them otherwise.
 
     Raises:
       JkvError: for sizes below 1, block_tokens that is no multiple of 32, an evaluation-only scheme, or a table that
@@ -125,11 +125,14 @@ def init_cache(
     config = CacheConfig(plan, num_kv_heads, head_dim, block_tokens)
     per_row = -(-max_tokens // block_tokens)
     if block_table is None:
+        if num_blocks is not None:
+            raise JkvError(f"num_blocks={num_blocks} without a block_table would be ignored; give both or neither")
         num_blocks = batch * per_row
         block_table = jnp.arange(num_blocks, dtype=jnp.int32).reshape(batch, per_row)
-    elif block_table.shape != (batch, per_row) or num_blocks is None:
+    elif np.shape(block_table) != (batch, per_row) or num_blocks is None or num_blocks < 1:
         raise JkvError(
-            f"block_table of shape {tuple(block_table.shape)} does not fit; it must be {(batch, per_row)} with num_blocks"
+            f"block_table of shape {np.shape(block_table)} with num_blocks={num_blocks} does not fit; it must be "
+            f"{(batch, per_row)} with at least one block"
         )
     windows = plan.windows
     bf16 = functools.partial(jnp.zeros, dtype=jnp.bfloat16)
@@ -154,6 +157,14 @@ def sealed_tokens(scheme: Scheme, length: Array) -> Array:
 def advance(cache: KVCache, counts: Array) -> KVCache:
     """Count tokens that ``prefill`` has written in every layer: ``length += counts[B]``."""
     return dataclasses.replace(cache, length=cache.length + jnp.asarray(counts, jnp.int32))
+
+
+def layer_view(cache: KVCache, layer: int) -> KVCache:
+    """One layer as a cache of its own: layers of one scheme have equal static parts, so one compiled function serves
+    them all."""
+    plan = cache.config.plan
+    config = dataclasses.replace(cache.config, plan=Plan(plan.layers[layer].spec, (plan.layers[layer],)))
+    return dataclasses.replace(cache, layers=(cache.layers[layer],), config=config)
 
 
 def take(cache: KVCache, rows: Array) -> KVCache:

@@ -26,7 +26,7 @@ from jkv.errors import JkvError
 from jkv.models.attention import attention_with_logz
 from jkv.models.load import Model
 from jkv.models.modeling import block_finish, block_qkv
-from jkv.models.rope import rope_tables, unapply_rope
+from jkv.models.rope import inverse_frequencies, rope_tables, unapply_rope
 from jkv.plan import components
 from jkv.registry import check_head_dim
 from jkv.rotate import turn
@@ -76,6 +76,7 @@ def calibrate(
         layer = _collect(q, k, v, logz, tables, num_queries, index)
         if fit:
             layer |= _fit_tables(k, v)
+        layer["rope_frequencies"] = inverse_frequencies(config).astype(np.float32)
         layer |= _decide(schemes, layer, k, config.num_kv_heads, config.head_dim)
         layers.append(layer)
         x = block_finish(graph, weights, x, o)

@@ -9,6 +9,7 @@ Arrays (L layers, H KV heads, D channels, S segments, N stored queries per KV he
 ``k_absmax``           [L, H]          largest magnitude of raw keys; ``v_absmax`` of values
 ``k_reach``            [L, H]          the same over raw, centred and rotated keys; ``v_reach`` over rotated values
 ``mean_before_rope``   [L, H, D]       mean key with RoPE taken off again
+``rope_frequencies``   [L, D / 2]      radians per position of each channel pair
 ``levels/...``         [L, 16]         Lloyd-Max tables fitted per layer, ``levels_mse/...`` [L, 3] what they gain
 ``choice/SPEC``        [L, H, S + 1]   fixed rotation choices decided for that scheme
 ``center/SPEC``        [L]             whether centering helps that scheme in that layer
@@ -159,7 +160,7 @@ def check_scheme(calibration: Calibration | None, scheme: Scheme) -> None:
             )
 
 
-_ENTRY = {"absmax": "k_absmax", "levels": "levels/k_token"}
+_ENTRY = {"absmax": "k_absmax", "levels": "levels/k_token", "rope": "rope_frequencies"}
 
 
 def multiplier(reach: np.ndarray) -> np.ndarray:
@@ -237,6 +238,14 @@ def _calibrated(
         if "mean" in new:  # codecs see centred keys: the denominators lose the same shift
             shift = np.einsum("hnd,hd->hn", queries.astype(np.float32), new["mean"])
             new["logz"] = new["logz"] - shift * calibration.head_dim**-0.5
+    if "rope" in needs:
+        from jkv.evaluate.rotatekv import channel_order, heads_together
+
+        before = arrays["mean_before_rope"][layer]
+        new["channel_order"] = np.repeat(channel_order(before), heads_together(len(before)), axis=0)
+        new["rope_frequencies"] = np.broadcast_to(
+            arrays["rope_frequencies"][layer], (len(before), calibration.head_dim // 2)
+        )
     if "choice" in needs:
         new["choice"] = arrays[f"choice/{decision_key(scheme)}"][layer]
         assert new["choice"].shape[-1] == calibration.head_dim // SEGMENT + 1

@@ -35,7 +35,7 @@ EXAMPLE = (
     "jkv compare demo --scheme kivi:bits=2 --scheme flagrot-kivi:bits=2 --json kl.json --plot kl.png",
     "jkv compare path/to/model --text notes.txt --sequences 8 --tokens 2048 --markdown",
 )
-SEQUENCES, TOKENS = 5, 1024  # one sequence of each kind of text
+SEQUENCES, TOKENS = 5, 768  # one sequence of each kind of text
 LEAST_TOKENS = 64  # two pages: the first has nothing quantized behind it
 PICTURES = (".png", ".pdf", ".svg")
 

@@ -56,7 +56,7 @@ def command(
     for part in components(parsed):
         check_head_dim(part, loaded.config.head_dim)
     with progress_bar("calibrating") as step:
-        calibration = calibration_for(loaded, [parsed], calib, step)
+        calibration = calibration_for(loaded, [parsed], calib, step, only_needed=True)
     stats, pieces = Stats(), []
     for piece in stream_text(loaded, parsed, prompt, max_tokens=max_tokens, calibration=calibration, stats=stats):
         pieces.append(piece)

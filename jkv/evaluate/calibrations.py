@@ -1,4 +1,4 @@
-"""The calibration a comparison runs with: the user's file, or one made on the shipped text and kept for the next run."""
+"""The calibration a comparison runs with: the user's file, or one made on the shipped text and kept for next time."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ def calibration_for(
     schemes: Sequence[Scheme],
     path: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> Calibration:
+    *,
+    only_needed: bool = False,
+) -> Calibration | None:
     """Load ``path``, or calibrate ``model`` on the shipped text (4 x 2048 tokens) for what ``schemes`` need.
 
-    Without a path the result is kept in the user's cache directory under the model's fingerprint and the schemes, and
-    read from there the next time; a damaged copy is made again.
+    None where the schemes read nothing that a calibration would change; with ``only_needed``, also where they can run
+    without one. Without a path the result is kept in the user's cache directory under the model's fingerprint and the
+    schemes, and read from there the next time; a damaged copy is made again.
 
     Raises:
       JkvError: for a file that is damaged, or that lacks what a scheme needs; for a model without a tokenizer.
@@ -39,6 +42,8 @@ def calibration_for(
         for scheme in schemes:
             check_scheme(given, scheme)
         return given
+    if not any(scheme.needs if only_needed else _reads_calibration(scheme) for scheme in schemes):
+        return None
     parts = list(dict.fromkeys(part for scheme in schemes for part in components(scheme)))
     decided = sorted({decision_key(s) for s in parts if s.needs & {"choice", "center", "levels"}})
     what = json.dumps([__version__, model.fingerprint, decided, SEQUENCES, TOKENS, DEFAULT_QUERIES])
@@ -56,3 +61,10 @@ def calibration_for(
     kept.parent.mkdir(parents=True, exist_ok=True)
     made.save(kept)
     return made
+
+
+def _reads_calibration(scheme: Scheme) -> bool:
+    """Whether any part of the scheme reads an array that a calibration sets."""
+    set_by_calibration = {"scale_mult", "zero_mult", "mean", "fp8_scale"}
+    tables = [table for part in components(scheme) for table in part.tables(64).values()]
+    return bool(scheme.needs) or any(set_by_calibration & table.keys() for table in tables)

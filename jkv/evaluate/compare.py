@@ -1,4 +1,4 @@
-"""``compare``: every scheme against BF16-free exact attention on a real model, streaming-exact, in one table.
+"""``compare``: every scheme against exact attention on a real model, streaming-exact, in one table.
 
 Sequences are the outer loop and schemes the inner one, so the reference's predictions exist for one sequence at a
 time. Positions below 32 are left out of the means: there nothing is quantized yet in any paged cache.
@@ -119,8 +119,8 @@ def check(model: Model, schemes: Sequence[Scheme], tokens: np.ndarray, calibrati
         raise JkvError("no scheme to compare; give at least one --scheme SPEC")
     if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2 * PAGE_TOKENS:
         raise JkvError(
-            f"tokens={tokens.shape[-1] if tokens.ndim else 0} per sequence and sequences={tokens.shape[0]} leave nothing "
-            f"to compare; at least 1 sequence of {2 * PAGE_TOKENS} tokens, two pages"
+            f"sequences={tokens.shape[0]} of tokens={tokens.shape[-1]} leave nothing to compare; at least 1 sequence of "
+            f"{2 * PAGE_TOKENS} tokens, two pages, is needed"
         )
     if tokens.shape[1] > config.max_position_embeddings:
         raise JkvError(
@@ -218,8 +218,8 @@ def _row(model: Model, plan: Plan, found: list[Distance], base: float, shape: tu
     compressed = compressed_tokens(plan, shape[1]) * shape[0]
     if compressed == 0 and any(scheme.name != "bf16" for scheme in plan.layers):
         raise JkvError(
-            f"{plan.spec!r} would compress none of the {shape[1]} tokens (sink={windows.sink}, recent={windows.recent}); "
-            "use longer sequences or smaller windows"
+            f"{plan.spec!r} would compress none of the {shape[1]} tokens (sink={windows.sink}, "
+            f"recent={windows.recent}); use longer sequences or smaller windows"
         )
     return Row(
         scheme=plan.spec,

@@ -51,7 +51,7 @@ def rounded_query(scheme: Scheme, q: Array) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0)
 def streamed_attention(scheme: Scheme, calib: Any, q: Array, k: Array, v: Array) -> Array:
-    """Attention of ``q[B, T, Hq, D]`` over the cache that ``scheme`` would hold at each position; ``o[B, T, Hq, D]``."""
+    """Attention of ``q[B, T, Hq, D]`` over the cache that ``scheme`` holds at each position; ``o[B, T, Hq, D]``."""
     length, heads = q.shape[1:3]
     dtype = k.dtype
     pad = ((0, 0), (0, -length % PAGE_TOKENS), (0, 0), (0, 0))
@@ -103,7 +103,7 @@ def _mixed(q_hat: Array, q: Array, stored: tuple[Array, Array], exact: tuple[Arr
 
 
 def _windows(x: Array, start: int, stop: int, band: int) -> Array:
-    """For each page of queries in ``[start, stop)``, the ``band`` pages that end with it: ``[B, H, P, band * 32, D]``."""
+    """For each page of queries in ``[start, stop)``, the ``band`` pages ending with it: ``[B, H, P, band * 32, D]``."""
     by_page = x.reshape(x.shape[0], -1, PAGE_TOKENS, *x.shape[2:])
     padded = jnp.pad(by_page, ((0, 0), (band - 1, 0), (0, 0), (0, 0), (0, 0)))
     first, last = start // PAGE_TOKENS, stop // PAGE_TOKENS

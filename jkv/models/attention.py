@@ -54,7 +54,7 @@ def attention_with_logz(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.A
 
 
 def query_blocks(length: int) -> list[tuple[int, int]]:
-    """Ranges of queries that are scored together: about a sixteenth of the sequence, at least 256, whole pages of 32."""
+    """Ranges of queries that are scored together: about a sixteenth of the sequence, at least 256, whole pages."""
     size = max(256, -(-length // 512) * 32)
     return [(start, min(start + size, length)) for start in range(0, length, size)]
 
