@@ -34,14 +34,14 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "flagrot-auto": (
         "flagrot-auto:bits=2,mode=key",
         "flagrot-auto:bits=3,mode=key,measure=attention",
-        "flagrot-auto:bits=4,mode=key,meta=f16,center=off,exhaustive=on",
         "flagrot-auto:bits=4,mode=fixed",
+        "flagrot-auto:bits=4,mode=key,meta=f16,center=off,exhaustive=on",
     ),
     "turboquant": (
         "turboquant:bits=2",
-        "turboquant:bits=3,center=on",
+        "turboquant:bits=3",
         "turboquant:bits=4",
-        "turboquant:bits=4,correct=off",
+        "turboquant:bits=4,correct=off,center=on",
         "turboquant:bits=3,qjl=on",
         "turboquant:bits=4,qjl=on",
     ),
@@ -96,7 +96,7 @@ def calibration(head_dim: int, heads: int = 2, layers: int = 1, scale: float = 1
             edge = 0.9 if scaling == "block" else 2.4 / head_dim**0.5
             arrays[f"levels/{side}_{scaling}"] = np.tile(np.linspace(-edge, edge, 16, dtype=np.float32), (layers, 1))
             arrays[f"levels_mse/{side}_{scaling}"] = np.tile(np.array([3.0, 2.0, 1.0]), (layers, 1))
-    for spec in (*SPECS, *(f"flagrot-auto:bits={bits}" for bits in (2, 3, 4))):
+    for spec in SPECS:
         scheme = registry.parse(spec)
         choice = np.zeros((*shape, count), bool)
         choice[..., 1:-1:2] = True  # odd segments are rotated; the last head is rotated whole
