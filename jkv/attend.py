@@ -31,7 +31,7 @@ def prepare_query(scheme: Scheme, calib: Any, rows: Array) -> Array:
 
 
 def flagged_scores(copies: Array, k: Array, flags: Array | None) -> Array:
-    """Scores ``[..., M, N]`` of copies ``[C, ..., M, D]`` with stored keys ``k[..., N, D]`` and flags ``[..., N, S+1]``."""
+    """Scores ``[..., M, N]`` of copies ``[C, ..., M, D]`` with stored keys ``k[..., N, D]``, flags ``[..., N, S + 1]``."""
 
     def dot(q: Array, k: Array) -> Array:
         return jnp.matmul(q, jnp.swapaxes(k, -1, -2), precision=_HIGHEST)
@@ -41,7 +41,8 @@ def flagged_scores(copies: Array, k: Array, flags: Array | None) -> Array:
     head = flags[..., -1:]
     segment = jnp.repeat(flags[..., :-1], SEGMENT, axis=-1) & ~head
     picked = (~segment & ~head, segment, head)
-    return sum(dot(copy, jnp.where(pick, k, 0)) for copy, pick in zip(copies, picked, strict=True))
+    raw, by_segment, whole = (dot(copy, jnp.where(pick, k, 0)) for copy, pick in zip(copies, picked, strict=True))
+    return raw + by_segment + whole
 
 
 def attend(
@@ -51,15 +52,15 @@ def attend(
     q: Array,
     fresh: tuple[Array, Array] | None = None,
     counts: Array | None = None,
-    pending: int = 0,
+    pending: int | Array = 0,
     start: Array | None = None,
 ) -> Array:
     """Attention of ``q[B, T, Hq, D]`` over a row's cached tokens and a fresh chunk; ``o[B, T, Hq, D]`` in q's dtype.
 
-    Cached are the first ``length + pending`` tokens: ``pending=1`` after :func:`jkv.write.append`. ``fresh`` is the
-    chunk ``(k, v)``, ``[B, T, H, D]``, that these very queries belong to, before it is written: causal, unquantized,
-    with ``counts[B]`` valid tokens after ``start[B]`` tokens of padding on the left. A row without any visible token
-    gives zeros.
+    Cached are the first ``length + pending`` tokens: after :func:`jkv.write.append`, ``pending=1``, or ``active`` where
+    only some rows took part. ``fresh`` is the chunk ``(k, v)``, ``[B, T, H, D]``, that these very queries belong to,
+    before it is written: causal, unquantized, with ``counts[B]`` valid tokens after ``start[B]`` tokens of padding on
+    the left. A row without any visible token gives zeros.
 
     Raises:
       JkvError: for a query whose shape does not fit the cache.
@@ -74,7 +75,7 @@ def attend(
     mean, centred = take_mean(calib[layer])
     grouped = group_queries(q.astype(jnp.float32), config.num_kv_heads)
     rows = grouped.reshape(batch, config.num_kv_heads, -1, dim)  # [B, H, G * T, D]
-    total = (cache.length + pending)[:, None]
+    total = (cache.length + jnp.asarray(pending, jnp.int32))[:, None]
     sealed = total if scheme.windows.tail == "0" else sealed_tokens(scheme, cache.length)[:, None]
     sink = old.sink_k.shape[2]
 
@@ -101,8 +102,10 @@ def _read(scheme: Scheme, calib: Any, fields: pages.Fields) -> tuple[Array, Arra
     """Every page of every row in the stored basis: ``k, v: [B, H, N, D]`` and flags ``[B, H, N, S + 1]`` or None."""
     k, v, flags = jax.vmap(functools.partial(pages.read, scheme), in_axes=(0, 1), out_axes=1)(calib, fields)
     if flags is not None:
-        spread = flags if scheme.flags == "token" else jnp.broadcast_to(
-            flags[..., None, :], (*k.shape[:-1], flags.shape[-1])
+        spread = (
+            flags
+            if scheme.flags == "token"
+            else jnp.broadcast_to(flags[..., None, :], (*k.shape[:-1], flags.shape[-1]))
         )
         flags = spread.reshape(*k.shape[:2], -1, flags.shape[-1])
     return tokens_of(k), tokens_of(v), flags

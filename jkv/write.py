@@ -19,20 +19,25 @@ from jkv.errors import JkvError
 from jkv.store import encode_heads, store_pages, store_tokens
 
 
-def settle(calib: Any, k: Array, v: Array) -> tuple[Array, Array, Array]:
+def settle(calib: Any, k: Array, v: Array, valid: Array) -> tuple[Array, Array, Array]:
     """``[B, T, H, D]`` to BF16 ``[B, H, T, D]``, centred, with non-finite values as zero, and how many per row.
+
+    Values that BF16 cannot hold count as not finite; only tokens that are ``valid[B, T]`` are counted.
 
     Raises:
       JkvError: for a non-finite value in arrays that are on the host's side of ``jit``.
     """
     bad = jnp.zeros(k.shape[0], jnp.int32)
-    for name, x in (("k", k), ("v", v)):
-        wrong = ~jnp.isfinite(x)
-        if not isinstance(x, jax.core.Tracer) and bool(wrong.any()):
+    finite = [jnp.isfinite(x.astype(jnp.bfloat16)) for x in (k, v)]
+    for name, fine in zip(("k", "v"), finite, strict=True):
+        wrong = ~fine & valid[:, :, None, None]
+        if not isinstance(wrong, jax.core.Tracer) and bool(wrong.any()):
             where = np.argwhere(np.asarray(wrong))[0].tolist()
             raise JkvError(f"{name} holds a value that is not finite at [row, token, head, channel] = {where}")
         bad = bad + jnp.sum(wrong, axis=(1, 2, 3), dtype=jnp.int32)
-    k, v = (jnp.where(jnp.isfinite(x), x, 0).astype(jnp.float32).transpose(0, 2, 1, 3) for x in (k, v))
+    k, v = (
+        jnp.where(fine, x, 0).astype(jnp.float32).transpose(0, 2, 1, 3) for x, fine in zip((k, v), finite, strict=True)
+    )
     mean, _ = take_mean(calib)
     if mean is not None:
         k = k - mean[:, None, :]
@@ -50,7 +55,7 @@ def _check(cache: KVCache, k: Array, v: Array) -> None:
 
 
 def _place(cache: KVCache, token: Array, valid: Array) -> tuple[Array, Array]:
-    """Block of the pool and token within it for positions ``token[B, N]``; invalid ones get a block outside the pool."""
+    """Block of the pool and token within it for positions ``token[B, N]``; a block outside the pool where invalid."""
     index = token // cache.config.block_tokens
     inside = valid & (index < cache.block_table.shape[1]) & (token >= 0)
     block = jnp.take_along_axis(cache.block_table, jnp.clip(index, 0, cache.block_table.shape[1] - 1), axis=1)
@@ -93,26 +98,30 @@ def _sinks(old: LayerCache, length: Array, counts: Array, k: Array, v: Array) ->
 def prefill(
     cache: KVCache, calib: list[Any], layer: int, k: Array, v: Array, counts: Array, start: Array | None = None
 ) -> KVCache:
-    """Write a chunk ``k, v: [B, T, H, D]`` after each row's tokens: its ``counts: int[B]`` valid tokens, from ``start[B]``.
+    """Write a chunk ``k, v: [B, T, H, D]`` after each row's tokens: ``counts: int[B]`` of its tokens, from ``start[B]``.
 
     ``start`` is the number of padding tokens on the left (0 without it); padding never enters a group. Whole pages are
     quantized at once, the rest waits in the tail. Call :func:`jkv.cache.advance` once all layers are written.
 
     Raises:
-      JkvError: for shapes that do not fit, or (outside ``jit``) non-finite values or a row that would overflow.
+      JkvError: for shapes that do not fit, or (outside ``jit``) non-finite values, a row that would overflow, or counts
+        that the chunk does not hold.
     """
     _check(cache, k, v)
-    counts = jnp.asarray(counts, jnp.int32)
+    counts = jnp.broadcast_to(jnp.asarray(counts, jnp.int32), cache.length.shape)
+    begin = jnp.broadcast_to(jnp.asarray(0 if start is None else start, jnp.int32), cache.length.shape)
+    _check_chunk(counts, begin, k.shape[1])
     _check_room(cache, counts)
-    k, v, bad = settle(calib[layer], k, v)
+    offset = jnp.arange(k.shape[1])
+    valid = (offset >= begin[:, None]) & (offset < (begin + counts)[:, None])
+    k, v, bad = settle(calib[layer], k, v, valid)
     if start is not None:
-        source = jnp.minimum(jnp.asarray(start)[:, None] + jnp.arange(k.shape[2]), k.shape[2] - 1)
+        source = jnp.minimum(begin[:, None] + offset, k.shape[2] - 1)
         k, v = (jnp.take_along_axis(x, source[:, None, :, None], axis=2) for x in (k, v))
     old, scheme, length = cache.layers[layer], cache.config.plan.layers[layer], cache.length
     sinks = _sinks(old, length, counts, k, v) if old.sink_k.shape[2] else {}
     width = scheme.windows.tail_tokens
     if width == 0:
-        offset = jnp.arange(k.shape[2])
         token, valid = length[:, None] + offset, offset < counts[:, None]
         pool = _write_tokens(cache, calib[layer], layer, old.pages, token, valid, k, v)
         return _replace_layer(cache, layer, dataclasses.replace(old, pages=pool, **sinks), bad)
@@ -121,9 +130,7 @@ def prefill(
     # Everything from the first unsealed token on, in order: what the ring holds, then the new tokens.
     span = (width + k.shape[2]) // PAGE_TOKENS * PAGE_TOKENS + width
     position = first[:, None] + jnp.arange(span)
-    staged_k, staged_v = (
-        _staged(tail, x, position, length) for tail, x in ((old.tail_k, k), (old.tail_v, v))
-    )
+    staged_k, staged_v = (_staged(tail, x, position, length) for tail, x in ((old.tail_k, k), (old.tail_v, v)))
     num_pages = (span - width) // PAGE_TOKENS
     page = first[:, None] // PAGE_TOKENS + jnp.arange(num_pages)
     by_page = [
@@ -146,12 +153,22 @@ def _staged(tail: Array, x: Array, position: Array, length: Array) -> Array:
     return jnp.where((position < length[:, None])[:, None, :, None], ring, new)
 
 
+def _check_chunk(counts: Array, start: Array, size: int) -> None:
+    if isinstance(counts, jax.core.Tracer) or isinstance(start, jax.core.Tracer):
+        return
+    have, first = np.asarray(counts), np.asarray(start)
+    if (have < 0).any() or (first < 0).any() or (have + first > size).any():
+        raise JkvError(f"counts={have.tolist()} after start={first.tolist()} do not fit a chunk of {size} tokens")
+
+
 def _check_room(cache: KVCache, counts: Array) -> None:
     if isinstance(cache.length, jax.core.Tracer) or isinstance(counts, jax.core.Tracer):
         return
     total = np.asarray(cache.length) + np.asarray(counts)
     if (total > cache.max_tokens).any():
-        raise JkvError(f"rows would hold {total.tolist()} tokens; this cache has blocks for max_tokens={cache.max_tokens}")
+        raise JkvError(
+            f"rows would hold {total.tolist()} tokens; this cache has blocks for max_tokens={cache.max_tokens}"
+        )
 
 
 def append(cache: KVCache, calib: list[Any], layer: int, k: Array, v: Array, active: Array | None = None) -> KVCache:
@@ -167,7 +184,7 @@ def append(cache: KVCache, calib: list[Any], layer: int, k: Array, v: Array, act
         raise JkvError(f"append takes one token per row, not {k.shape[1]}; use prefill for more")
     counts = jnp.ones(cache.batch, jnp.int32) if active is None else jnp.asarray(active).astype(jnp.int32)
     _check_room(cache, counts)
-    k, v, bad = settle(calib[layer], k, v)
+    k, v, bad = settle(calib[layer], k, v, counts[:, None] > 0)
     old, length = cache.layers[layer], cache.length
     sinks = _sinks(old, length, counts, k, v) if old.sink_k.shape[2] else {}
     width = cache.config.plan.windows.tail_tokens
