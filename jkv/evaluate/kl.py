@@ -1,8 +1,9 @@
 """Distances between next-token distributions, from hidden states, a slice of positions at a time.
 
-With ``d = logits_ref - logits`` and p the reference distribution,
-``KL(p || q) = sum p d + log sum p exp(-d)``. Both terms are formed from differences, so nothing of the size of a
-logsumexp is ever subtracted: a float32 logsumexp minus a dot product is biased by several 1e-4 nats.
+With ``d = logits_ref - logits``, p the reference distribution and ``m = sum p d``,
+``KL(p || q) = log sum p exp(m - d) = log1p(sum p expm1(m - d))``, a logarithm of something that is never below 1.
+Everything is formed from differences, so nothing of the size of a logsumexp is ever subtracted: a float32 logsumexp
+minus a dot product is biased by several 1e-4 nats.
 """
 
 from __future__ import annotations
@@ -59,12 +60,13 @@ def _distance(graph: Any, weights: Any, x: Array, reference: Reference, followin
         logits = decoder.head(take(x))
         ref, p, best = take(reference.logits), take(reference.probs), take(reference.best)
         d = ref - logits
-        shift = jnp.sum(p * jnp.expm1(-d), axis=-1)
-        kl = jnp.sum(p * d, axis=-1) + jnp.log1p(shift)
+        m = jnp.sum(p * d, axis=-1)
+        # The cap keeps 0 * inf out where the reference gives a token no weight at all.
+        kl = jnp.log1p(jnp.sum(p * jnp.expm1(jnp.minimum(m[:, None] - d, 85.0)), axis=-1))
         agree = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0] >= jnp.max(logits, axis=-1)
         token = take(jnp.concatenate([following, jnp.zeros(1, following.dtype)]))
         taken = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-        return kl, agree, taken - (take(reference.logsumexp) + jnp.log1p(shift)), start + jnp.arange(size)
+        return kl, agree, taken - (take(reference.logsumexp) - m + kl), start + jnp.arange(size)
 
     starts = jnp.asarray([min(start, length - size) for start in range(0, length, size)])
     kl, agree, likelihood, at = jax.lax.map(part, starts)  # the last slice may overlap the one before it

@@ -6,14 +6,12 @@ import sys
 import zipfile
 from types import SimpleNamespace
 
-import gguf
 import numpy as np
 import pytest
 
 from jkv.errors import JkvError
 from jkv.models import demo, demo_model_path
-
-from .checkpoints import interleave
+from tests.models.reference import torch_demo
 
 TEXTS = [
     "The capital of France is",
@@ -106,55 +104,13 @@ def test_demo_answers_paris(demo_model):
 
 @pytest.mark.demo
 def test_demo_logits_equal_transformers(demo_model):
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        rope_parameters={"rope_type": "default", "rope_theta": 100000.0},
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=True,
-    )
-    with torch.device("meta"):
-        theirs = transformers.LlamaForCausalLM(config)
-    theirs.load_state_dict(_reference_weights(demo_model_path(), torch), strict=False, assign=True)
-    theirs.tie_weights()
-    theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    theirs = torch_demo(demo_model_path())
     ids = np.array([demo_model.tokenizer.encode(" ".join(TEXTS))])
     with torch.no_grad():
-        expected = theirs.eval()(torch.tensor(ids)).logits.numpy()
+        expected = theirs(torch.tensor(ids)).logits.numpy()
     np.testing.assert_allclose(demo_model.decoder(ids)[0], expected, atol=2e-4)
-
-
-def _reference_weights(path, torch):
-    """The file read a second way: the gguf package's own reader, and the row order undone by sorting it."""
-    parts = {
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-    weights = {}
-    for tensor in gguf.GGUFReader(path).tensors:
-        values = np.array(gguf.quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
-        pieces = tensor.name.split(".")
-        if pieces[0] == "blk":
-            heads = {"attn_q": 9, "attn_k": 3}.get(pieces[2])
-            if heads:
-                values = values[np.argsort(interleave(np.arange(heads * 64), heads))]
-            name = f"model.layers.{pieces[1]}.{parts[pieces[2]]}.weight"
-        else:
-            name = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}[pieces[0]]
-        weights[name] = torch.from_numpy(values)
-    return weights
 
 
 @pytest.mark.demo
