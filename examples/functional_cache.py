@@ -27,9 +27,7 @@ heads, kv_heads, head_dim, layers = 8, 2, 128, 2
 
 scheme = parse("kivi:bits=2")
 calib = [jax.tree.map(jnp.asarray, bind(scheme, None, layer, kv_heads, head_dim)) for layer in range(layers)]
-cache = init_cache(
-    scheme, batch=2, max_tokens=512, num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim
-)
+cache = init_cache(scheme, batch=2, max_tokens=512, num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim)
 key = jax.random.key(0)
 k, v = jax.random.normal(key, (2, 2, prompt, kv_heads, head_dim))
 counts = jnp.array([prompt, prompt - 9])  # a ragged batch

@@ -15,7 +15,7 @@ from jkv.evaluate.calibrations import calibration_for
 from jkv.evaluate.compare import compare
 from jkv.models import load
 from jkv.registry import parse, register
-from jkv.schemes._common import centered, mean_of, multipliers
+from jkv.schemes.common import centered, mean_of, multipliers
 from jkv.stages import affine, pack, rotate
 
 

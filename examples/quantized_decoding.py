@@ -1,6 +1,6 @@
 """Decode a flax.nnx model from a quantized KV cache, and compare its bytes and its text with BF16.
 
-    python examples/quantized_decoding.py [--model demo] [--scheme kivi:bits=2] [--small]
+python examples/quantized_decoding.py [--model demo] [--scheme kivi:bits=2] [--small]
 """
 
 from __future__ import annotations

@@ -56,6 +56,12 @@ def options(name: str) -> dict[str, Any]:
     return {key: p.default for key, p in inspect.signature(_FACTORIES[name]).parameters.items()}
 
 
+def option_types(name: str) -> dict[str, Any]:
+    """Annotations of one scheme's options; a Literal lists the values that are allowed."""
+    names()
+    return {key: p.annotation for key, p in inspect.signature(_FACTORIES[name], eval_str=True).parameters.items()}
+
+
 def describe(name: str) -> str:
     """One line on when to use the scheme."""
     names()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, get_args, get_type_hints
 
 from jkv.commands._shared import JsonFlag, console, print_json
@@ -37,8 +36,8 @@ def describe() -> dict[str, Any]:
 def _scheme(name: str) -> dict[str, Any]:
     from jkv import registry
 
-    annotations = inspect.signature(registry._FACTORIES[name], eval_str=True).parameters
-    options = {key: _option(default, annotations[key].annotation) for key, default in registry.options(name).items()}
+    kinds = registry.option_types(name)
+    options = {key: _option(default, kinds[key]) for key, default in registry.options(name).items()}
     widths = options.get("bits", {"allowed": []})["allowed"]
     specs = [f"{name}:bits={bits}" for bits in widths] or [name]
     return {

@@ -66,6 +66,7 @@ class Row:
     recent: int
     boundary: int
     compressed_tokens: int
+    evaluation_only: bool = False
     kl_by_sequence: tuple[float, ...] = ()
 
 
@@ -112,15 +113,15 @@ def check(model: Model, schemes: Sequence[Scheme], tokens: np.ndarray, calibrati
 
     Raises:
       JkvError: for no schemes, sequences shorter than two pages or longer than the model's context, a head_dim that
-        a scheme cannot store, or a calibration of another model or scheme.
+        a scheme cannot store, windows that cover all tokens, or a calibration of another model or scheme.
     """
     config = model.config
     if not schemes:
         raise JkvError("no scheme to compare; give at least one --scheme SPEC")
     if tokens.ndim != 2 or tokens.shape[0] < 1 or tokens.shape[1] < 2 * PAGE_TOKENS:
         raise JkvError(
-            f"sequences={tokens.shape[0]} of tokens={tokens.shape[-1]} leave nothing to compare; at least 1 sequence of "
-            f"{2 * PAGE_TOKENS} tokens, two pages, is needed"
+            f"tokens of shape {list(tokens.shape)} leave nothing to compare; [sequences, tokens] must be at least "
+            f"[1, {2 * PAGE_TOKENS}]: one sequence of two pages"
         )
     if tokens.shape[1] > config.max_position_embeddings:
         raise JkvError(
@@ -138,7 +139,13 @@ def check(model: Model, schemes: Sequence[Scheme], tokens: np.ndarray, calibrati
     for scheme in schemes:
         check_head_dim(scheme, config.head_dim)
         check_scheme(calibration, scheme)
-        plan_layers(scheme, config.num_layers)
+        plan, windows = plan_layers(scheme, config.num_layers), scheme.windows
+        read = compressed_tokens(plan, tokens.shape[1] - 1)  # what the last query finds quantized
+        if read == 0 and any(layer.name != "bf16" for layer in plan.layers):
+            raise JkvError(
+                f"{plan.spec!r} would compress none of the {tokens.shape[1]} tokens before a query reads them "
+                f"(sink={windows.sink}, recent={windows.recent}); use longer sequences or smaller windows"
+            )
 
 
 def compare(
@@ -199,7 +206,7 @@ def hidden_states(model: Model, row: np.ndarray, plan: Plan | None = None, calib
         def attention(layer: int, q: Array, k: Array, v: Array, state: Any) -> tuple[Array, Any]:
             return streamed_attention(plan.layers[layer], calib[layer], q, k, v), state
 
-    return model.decoder.hidden(jnp.asarray(row)[None], attention=attention)[0][0]
+    return model.decoder.hidden(np.asarray(row)[None], attention=attention)[0][0]
 
 
 def _text_nll(log_likelihood: np.ndarray) -> float:
@@ -215,12 +222,6 @@ def _row(model: Model, plan: Plan, found: list[Distance], base: float, shape: tu
     stored = plan.token_bytes(config.head_dim) * config.num_kv_heads
     exact = 4 * config.head_dim * config.num_kv_heads * config.num_layers
     windows = plan.windows
-    compressed = compressed_tokens(plan, shape[1]) * shape[0]
-    if compressed == 0 and any(scheme.name != "bf16" for scheme in plan.layers):
-        raise JkvError(
-            f"{plan.spec!r} would compress none of the {shape[1]} tokens (sink={windows.sink}, "
-            f"recent={windows.recent}); use longer sequences or smaller windows"
-        )
     return Row(
         scheme=plan.spec,
         bits_per_value=stored * 8 / (exact / 2),
@@ -235,7 +236,8 @@ def _row(model: Model, plan: Plan, found: list[Distance], base: float, shape: tu
         sink=windows.sink,
         recent=windows.recent,
         boundary=windows.boundary,
-        compressed_tokens=compressed,
+        compressed_tokens=compressed_tokens(plan, shape[1]) * shape[0],
+        evaluation_only=any(scheme.simulate is not None for scheme in plan.layers),
         kl_by_sequence=tuple(float(x) for x in kl),
     )
 

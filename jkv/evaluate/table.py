@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 REFERENCE = "bf16"
+EVALUATION_ONLY = " (evaluation only)"
 WINDOWS = ("tail", "sink", "recent", "boundary")
 _HEADERS = (
     "scheme",
@@ -74,7 +75,7 @@ def cells(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     return [
-        row["scheme"],
+        row["scheme"] + (EVALUATION_ONLY if row.get("evaluation_only") else ""),
         f"{row['bits_per_value']:.2f}",
         f"{row['bytes_per_token']:,.0f}",
         f"{row['compression']:.2f}x",
@@ -117,6 +118,11 @@ def markdown(found: dict[str, Any]) -> str:
     headers, lines = cells(found)
     right = ["---" if index in (0, len(_HEADERS)) else "---:" for index in range(len(headers))]
     headers = [header.replace("\n/", "/").replace("\n", " ") for header in headers]
-    body = [[f"`{line[0]}`", *line[1:]] for line in lines]
+    body = [[_quoted(line[0]), *line[1:]] for line in lines]
     drawn = ["| " + " | ".join(line) + " |" for line in (headers, right, *body)]
     return "\n".join([heading(found), "", *drawn, "", note(found)]) + "\n"
+
+
+def _quoted(spec: str) -> str:
+    bare = spec.removesuffix(EVALUATION_ONLY)
+    return f"`{bare}`" + spec[len(bare) :]

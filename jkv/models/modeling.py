@@ -103,7 +103,7 @@ class Decoder(nnx.Module):
 
     def __call__(
         self,
-        tokens: jax.Array,
+        tokens: jax.Array | np.ndarray,
         positions: jax.Array | None = None,
         attention: Attention = exact_attention,
         state: Any = None,
@@ -114,7 +114,7 @@ class Decoder(nnx.Module):
 
     def hidden(
         self,
-        tokens: jax.Array,
+        tokens: jax.Array | np.ndarray,
         positions: jax.Array | None = None,
         attention: Attention = exact_attention,
         state: Any = None,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from jkv.core import Center, Scheme, chain
 from jkv.registry import register
-from jkv.schemes._common import Bits, centered, grouped, mean_of, multipliers
+from jkv.schemes.common import Bits, centered, grouped, mean_of, multipliers
 from jkv.select import MEASURE_NEEDS, Measure, choose
 from jkv.stages import affine, pack
 from jkv.stages.groupquant import Meta

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jkv.core import Center, Scheme, chain
 from jkv.registry import register
-from jkv.schemes._common import Bits, Rotation, center_needs, centered, grouped, mean_of, multipliers
+from jkv.schemes.common import Bits, Rotation, center_needs, centered, grouped, mean_of, multipliers
 from jkv.stages import rotate
 from jkv.stages.groupquant import Meta
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from jkv.core import Center, Scheme, Stage, chain
 from jkv.registry import register
-from jkv.schemes._common import Bits, center_needs, centered, mean_of
+from jkv.schemes.common import Bits, center_needs, centered, mean_of
 from jkv.stages import affine, codebook, lloyd_sphere, pack, rotate
 from jkv.stages.codebook import qjl as qjl_stage
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jkv.core import Center, Scheme, chain
 from jkv.errors import JkvError
 from jkv.registry import register
-from jkv.schemes._common import center_needs, centered, mean_of
+from jkv.schemes.common import center_needs, centered, mean_of
 from jkv.stages import affine, codebook, lloyd_sphere, pack, rotate
 from jkv.stages.codebook import Scaling, lloyd_block, uniform_levels
 

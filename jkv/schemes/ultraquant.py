@@ -6,7 +6,7 @@ from typing import Literal
 
 from jkv.core import Center, Scheme, chain
 from jkv.registry import register
-from jkv.schemes._common import center_needs, centered, mean_of
+from jkv.schemes.common import center_needs, centered, mean_of
 from jkv.stages import mxfp4, rotate
 from jkv.stages.floats import Rule, Ties
 
