@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jkv.core import SEGMENT, Array, Calib, Side, Stage
+from jkv.core import PAGE_TOKENS, SEGMENT, Array, Calib, Scheme, Side, Stage
 from jkv.errors import JkvError
 from jkv.flags import turn_by_flags
 from jkv.rotate import turn
@@ -176,6 +176,35 @@ def choose(
         return jnp.concatenate([q, turn(q, "segment"), turn(q, "head")], axis=0)
 
     return Stage(fwd, inv, turns=True, query=query)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def select_flags(scheme: Scheme, calib: Calib, keys: Array) -> Array:
+    """Flags of many keys of many layers in one call.
+
+    Args:
+      scheme: one that stores flags.
+      calib: what :func:`jkv.calibration.bind` returns for K, stacked over layers: leaves ``[L, H, ...]``.
+      keys: ``[L, H, N, D]`` after RoPE, N a multiple of 32.
+
+    Returns boolean ``[L, H, N / 32, S + 1]`` where a group of 32 keys is the unit, else ``[L, H, N, S + 1]``: what
+    encoding stores. Heads are vmapped; layers and batches of pages follow one another, so the candidates of a few
+    hundred keys per head are all that exists at a time.
+    """
+    if scheme.flags == "none":
+        raise JkvError(f"scheme {scheme.spec!r} stores no flags; give a flagrot scheme")
+    if keys.ndim != 4 or keys.shape[2] % PAGE_TOKENS:
+        raise JkvError(f"keys of shape {keys.shape} must be [layers, heads, N, head_dim] with N a multiple of 32")
+
+    def head(calib: Calib, x: Array) -> Array:
+        x = x.astype(jnp.float32).reshape(-1, PAGE_TOKENS, x.shape[-1])
+        for stage in scheme.k.stages:
+            x, side = stage.fwd(calib, x)
+            if "flags" in side:
+                break
+        return side["flags"].reshape(-1, side["flags"].shape[-1])
+
+    return jax.lax.map(lambda layer: jax.vmap(head)(*layer), (calib, keys))
 
 
 def check_options(mode: str, allowed: tuple[str, ...], measure: str) -> None:
