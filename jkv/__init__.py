@@ -1,7 +1,7 @@
 """jkv: KV-cache quantization in JAX.
 
-The public names are imported when they are first used, so that ``jkv --help`` does not wait for jax. ``attend`` and ``calibrate`` share their names with their modules:
-``from jkv.attend import attend``, ``from jkv.calibrate import calibrate``.
+The public names are imported when they are first used, so that ``jkv --help`` does not wait for jax. ``attend`` and
+``calibrate`` share their names with their modules: ``from jkv.attend import attend``.
 """
 
 from __future__ import annotations
