@@ -31,7 +31,7 @@ def prepare_query(scheme: Scheme, calib: Any, rows: Array) -> Array:
 
 
 def flagged_scores(copies: Array, k: Array, flags: Array | None) -> Array:
-    """Scores ``[..., M, N]`` of copies ``[C, ..., M, D]`` with stored keys ``k[..., N, D]``, flags ``[..., N, S + 1]``."""
+    """Scores ``[..., M, N]`` of copies ``[C, ..., M, D]`` with keys ``k[..., N, D]`` and flags ``[..., N, S + 1]``."""
 
     def dot(q: Array, k: Array) -> Array:
         return jnp.matmul(q, jnp.swapaxes(k, -1, -2), precision=_HIGHEST)

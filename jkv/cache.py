@@ -189,7 +189,7 @@ def crop(cache: KVCache, calib: list[Any], length: Array) -> KVCache:
     """Forget all but the first ``length: int[B]`` (or one int) tokens of each row.
 
     Where that ends inside a quantized page, the page's tokens go back to the BF16 tail as they were read (their
-    quantization error stays) and are quantized again when the page is full again.
+    quantization error stays, sinks are exact) and are quantized again when the page is full again.
 
     Raises:
       JkvError: for a length that is negative or longer than the row, where both are known on the host.
@@ -214,12 +214,13 @@ def crop(cache: KVCache, calib: list[Any], length: Array) -> KVCache:
         decode = jax.vmap(functools.partial(pages.decode, which), in_axes=(0, 1), out_axes=1)
         restored = [tokens_of(x) for x in decode(centred, fields)]
 
-        def ring(tail: Array, x: Array) -> Array:
+        def ring(tail: Array, x: Array, sink: Array) -> Array:
             at = jnp.minimum(position, x.shape[2] - 1)[:, None, :, None]
-            page = jnp.take_along_axis(x, at, axis=2).astype(tail.dtype)
+            page = jnp.take_along_axis(x.astype(tail.dtype).at[:, :, : sink.shape[2]].set(sink), at, axis=2)
             return jnp.where(stored[:, None, :, None], page, tail)
 
-        return dataclasses.replace(old, tail_k=ring(old.tail_k, restored[0]), tail_v=ring(old.tail_v, restored[1]))
+        tails = [ring(*of) for of in zip((old.tail_k, old.tail_v), restored, (old.sink_k, old.sink_v), strict=True)]
+        return dataclasses.replace(old, tail_k=tails[0], tail_v=tails[1])
 
     layers = tuple(layer(index, old) for index, old in enumerate(cache.layers))
     return dataclasses.replace(cache, layers=layers, length=length)

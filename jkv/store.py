@@ -39,7 +39,7 @@ def store_pages(
 def store_tokens(
     page: PageLayout, pages_per_block: int, pool: Array, block: Array, slot: Array, fields: pages.Fields
 ) -> Array:
-    """Write single tokens of a per-token scheme: ``fields[R, H, 1, ...]`` at token ``slot[R]`` of block ``block[R]``."""
+    """Write tokens of a per-token scheme: ``fields[R, H, 1, ...]`` at token ``slot[R]`` of block ``block[R]``."""
     for field in page.fields:
         data = pages._as_bytes(fields[field.name]).reshape(*fields[field.name].shape[:2], field.token_nbytes)
         pool = _scatter(pool, block, pages_per_block * field.offset + slot * field.token_nbytes, data)

@@ -98,7 +98,7 @@ def _sinks(old: LayerCache, length: Array, counts: Array, k: Array, v: Array) ->
 def prefill(
     cache: KVCache, calib: list[Any], layer: int, k: Array, v: Array, counts: Array, start: Array | None = None
 ) -> KVCache:
-    """Write a chunk ``k, v: [B, T, H, D]`` after each row's tokens: ``counts: int[B]`` of its tokens, from ``start[B]``.
+    """Write a chunk ``k, v: [B, T, H, D]`` after each row's tokens: ``counts[B]`` of its tokens, from ``start[B]`` on.
 
     ``start`` is the number of padding tokens on the left (0 without it); padding never enters a group. Whole pages are
     quantized at once, the rest waits in the tail. Call :func:`jkv.cache.advance` once all layers are written.

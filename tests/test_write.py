@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import chex
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -269,13 +270,14 @@ def test_a_row_that_overflows_inside_jit_touches_no_block():
     chex.assert_trees_all_equal(over.layers[0].pages[last[:1]], cache.layers[0].pages[last[:1]])
 
 
-def test_seal_alone_moves_the_length_and_writes_only_full_pages():
-    scheme = parse("bf16")
-    calib, new = bound(scheme), tokens(1, 33)
-    cache = prefill(empty(scheme, 1), calib, 0, new.k[:, :31], new.v[:, :31], 31)
-    cache = advance(cache, 31)
+def test_a_page_is_written_when_its_last_token_is_sealed():
+    scheme, new = parse("kivi:bits=2"), tokens(ROWS)
+    calib = bound(scheme)
+    cache = fill(empty(scheme, ROWS), calib, new.k, new.v, NONE + 31, NONE)
     assert not np.asarray(cache.layers[0].pages).any()
     cache = append(cache, calib, 0, new.k[:, 31:32], new.v[:, 31:32])
-    assert int(cache.length[0]) == 31 and not np.asarray(cache.layers[0].pages).any()
-    cache = seal(cache, calib)
-    assert int(cache.length[0]) == 32 and np.asarray(cache.layers[0].pages).any()
+    assert (np.asarray(cache.length) == 31).all() and not np.asarray(cache.layers[0].pages).any()
+    cache = jax.jit(seal)(cache, calib)
+    assert (np.asarray(cache.length) == 32).all()
+    want = prefilled("kivi:bits=2")
+    np.testing.assert_array_equal(live(cache, 3)["0 page 0 k_codes"], live(want, 3)["0 page 0 k_codes"])
