@@ -92,7 +92,8 @@ def _check(tokens: np.ndarray, vocab_size: int, num_queries: int) -> None:
     if tokens.shape[1] % PAGE_TOKENS:
         raise JkvError(f"tokens per sequence {tokens.shape[1]} must be a multiple of {PAGE_TOKENS}, one page")
     if tokens.min() < 0 or tokens.max() >= vocab_size:
-        raise JkvError(f"token id {int(tokens.max())} is outside the model's vocabulary of {vocab_size}")
+        outside = int(tokens.min() if tokens.min() < 0 else tokens.max())
+        raise JkvError(f"token id {outside} is outside the model's vocabulary of {vocab_size}")
     if num_queries < 1:
         raise JkvError(f"queries={num_queries} must be at least 1")
 

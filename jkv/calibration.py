@@ -34,6 +34,7 @@ from jkv.errors import JkvError
 FORMAT = "jkv-calibration"
 VERSION = 1
 _META_KEYS = ("model", "fingerprint", "num_layers", "num_heads", "num_kv_heads", "head_dim", "text_sha256", "tokens")
+_ARRAYS = ("mean", "w", "queries", "logz", "k_absmax", "v_absmax", "k_reach", "v_reach")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,10 @@ def load(path: str | os.PathLike[str]) -> Calibration:
         raise JkvError(f"calib={str(file)!r} is damaged or no safetensors file: {error}") from None
     if header.get("format") != FORMAT or "jkv" not in header:
         raise JkvError(f"calib={str(file)!r} is a safetensors file but no jkv calibration")
-    meta = json.loads(header["jkv"])
+    try:
+        meta = json.loads(header["jkv"])
+    except ValueError as error:
+        raise JkvError(f"calib={str(file)!r} has a damaged header: {error}") from None
     if meta.get("version", 0) > VERSION:
         raise JkvError(
             f"calib={str(file)!r} has format version {meta['version']}; this jkv reads up to {VERSION}: "
@@ -99,6 +103,9 @@ def load(path: str | os.PathLike[str]) -> Calibration:
     missing = [key for key in _META_KEYS if key not in meta]
     if missing:
         raise JkvError(f"calib={str(file)!r} lacks {', '.join(missing)} in its header")
+    absent = [key for key in _ARRAYS if key not in arrays]
+    if absent:
+        raise JkvError(f"calib={str(file)!r} lacks the arrays {', '.join(absent)}")
     return Calibration(arrays, meta)
 
 
