@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jkv import page as pages
 from jkv.attend import attend
-from jkv.cache import KVCache, advance, init_cache, sealed_tokens
+from jkv.cache import KVCache, advance, init_cache, sealed_tokens, take_mean
 from jkv.core import PAGE_TOKENS, Array, Scheme
 from jkv.plan import plan_layers
 from jkv.registry import parse
+from jkv.store import row_fields
 from jkv.write import append, prefill, seal
 from tests import cases
 
@@ -92,8 +94,8 @@ def decode(cache: KVCache, calib: list[Any], new: Tokens, active: Array) -> tupl
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def look(cache: KVCache, calib: list[Any], layer: int, q: Array) -> Array:
-    return attend(cache, calib, layer, q)
+def look(cache: KVCache, calib: list[Any], layer: int, q: Array, pending: Array | int = 0) -> Array:
+    return attend(cache, calib, layer, q, pending=pending)
 
 
 @functools.cache
@@ -116,13 +118,13 @@ def live(cache: KVCache, row: int) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {"length": np.asarray(length), "nonfinite": np.asarray(cache.nonfinite[row])}
     table = np.asarray(cache.block_table[row])
     for index, layer in enumerate(cache.layers):
-        pages = config.pages_per_block
+        per_block = config.pages_per_block
         pool = np.asarray(layer.pages)
         for page in range(-(-sealed // PAGE_TOKENS)):
-            block, slot = pool[table[page // pages]], page % pages
+            block, slot = pool[table[page // per_block]], page % per_block
             used = min(sealed - page * PAGE_TOKENS, PAGE_TOKENS)
             for field in config.layout(index).fields:
-                at = pages * field.offset + slot * field.nbytes
+                at = per_block * field.offset + slot * field.nbytes
                 size = field.nbytes if used == PAGE_TOKENS else used * field.token_nbytes
                 found[f"{index} page {page} {field.name}"] = block[:, at : at + size]
         width = config.plan.windows.tail_tokens
@@ -133,6 +135,25 @@ def live(cache: KVCache, row: int) -> dict[str, np.ndarray]:
         for name, x in (("k", layer.sink_k), ("v", layer.sink_v)):
             found[f"{index} sink {name}"] = np.asarray(x[row].astype(jnp.float32))[:, :sinks]
     return found
+
+
+def contents(cache: KVCache, calib: list[Any], layer: int, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """What one row holds, decoded: float64 ``k, v: [H, length, D]``, keys without their mean."""
+    config, old, length = cache.config, cache.layers[layer], int(cache.length[row])
+    scheme = config.plan.layers[layer]
+    fields = row_fields(config.layout(layer), config.pages_per_block, old.pages, cache.block_table[row : row + 1])
+    fields = {name: a[0] for name, a in fields.items()}
+    read = jax.vmap(functools.partial(pages.decode, scheme))(take_mean(calib[layer])[1], fields)
+    sealed, width, sink = int(sealed_tokens(scheme, cache.length)[row]), old.tail_k.shape[2], old.sink_k.shape[2]
+    at = np.arange(length)
+    found = []
+    for x, tail, first in zip(read, (old.tail_k, old.tail_v), (old.sink_k, old.sink_v), strict=True):
+        out = np.asarray(x, np.float64).reshape(x.shape[0], -1, x.shape[-1])[:, :length].copy()
+        if width:
+            out[:, sealed:] = np.asarray(tail[row].astype(jnp.float32))[:, at[sealed:] % width]
+        out[:, :sink] = np.asarray(first[row].astype(jnp.float32))[:, : min(sink, length)]
+        found.append(out)
+    return found[0], found[1]
 
 
 def assert_same_row(a: KVCache, row_a: int, b: KVCache, row_b: int) -> None:
