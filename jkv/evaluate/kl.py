@@ -1,9 +1,9 @@
 """Distances between next-token distributions, from hidden states, a slice of positions at a time.
 
-With ``d = logits_ref - logits``, p the reference distribution and ``m = sum p d``,
-``KL(p || q) = log sum p exp(m - d) = log1p(sum p expm1(m - d))``, a logarithm of something that is never below 1.
-Everything is formed from differences, so nothing of the size of a logsumexp is ever subtracted: a float32 logsumexp
-minus a dot product is biased by several 1e-4 nats.
+With p the reference distribution, ``d = logits_ref - logits`` and ``e = d - sum p d``,
+``KL(p || q) = log sum p exp(-e) = log1p(sum p expm1(-e))``. Everything is formed from differences, so nothing of the
+size of a logsumexp is ever subtracted: a float32 logsumexp minus a dot product is biased by several 1e-4 nats. What
+all logits have in common leaves ``e`` twice, and p is normalized once more, or a shift would remain in first order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ def _reference(graph: Any, weights: Any, x: Array, following: Array) -> Referenc
     logits = nnx.merge(graph, weights).head(x)
     lse = jax.nn.logsumexp(logits, axis=-1)
     taken = jnp.take_along_axis(logits[:-1], following[:, None], axis=-1)[:, 0]
-    return Reference(logits, jnp.exp(logits - lse[:, None]), lse, jnp.argmax(logits, axis=-1), taken - lse[:-1])
+    probs = jnp.exp(logits - lse[:, None])
+    probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
+    return Reference(logits, probs, lse, jnp.argmax(logits, axis=-1), taken - lse[:-1])
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -60,13 +62,17 @@ def _distance(graph: Any, weights: Any, x: Array, reference: Reference, followin
         logits = decoder.head(take(x))
         ref, p, best = take(reference.logits), take(reference.probs), take(reference.best)
         d = ref - logits
-        m = jnp.sum(p * d, axis=-1)
-        # The cap keeps 0 * inf out where the reference gives a token no weight at all.
-        kl = jnp.log1p(jnp.sum(p * jnp.expm1(jnp.minimum(m[:, None] - d, 85.0)), axis=-1))
+        shift = jnp.sum(p * d, axis=-1, keepdims=True)
+        e = d - shift
+        e = e - jnp.sum(p * e, axis=-1, keepdims=True)
+        # Far apart, p may underflow where q has weight; close together, a logsumexp would cancel.
+        far = jax.nn.logsumexp(ref - take(reference.logsumexp)[:, None] - e, axis=-1)
+        near = jnp.log1p(jnp.sum(p * jnp.expm1(jnp.minimum(-e, 80.0)), axis=-1))
+        kl = jnp.where(far > 1.0, far, near)
         agree = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0] >= jnp.max(logits, axis=-1)
         token = take(jnp.concatenate([following, jnp.zeros(1, following.dtype)]))
         taken = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]
-        return kl, agree, taken - (take(reference.logsumexp) - m + kl), start + jnp.arange(size)
+        return kl, agree, taken - (take(reference.logsumexp) - shift[:, 0] + kl), start + jnp.arange(size)
 
     starts = jnp.asarray([min(start, length - size) for start in range(0, length, size)])
     kl, agree, likelihood, at = jax.lax.map(part, starts)  # the last slice may overlap the one before it
