@@ -59,9 +59,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--dtype", help="float32 or bfloat16; the default is the device's own")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    result = run(load("demo"), [spec(*cell) for cell in cells()], args.sequences, args.tokens)
+    result = run(load("demo", args.dtype), [spec(*cell) for cell in cells()], args.sequences, args.tokens)
     kl = {row.scheme: np.array(row.kl_by_sequence) for row in result.rows}
     rows = []
     print(f"\n{result.model}, {result.sequences} x {result.tokens} tokens; KL x 1000, ratio to KIVI of the same width")
@@ -71,7 +72,14 @@ def main() -> None:
         mean, se, _ = ratio(kl, name, base)
         paper = PAPER.get((measure, mode, bits))
         line = f"{measure:10s} {mode:6s} {bits:4.1f} {kl[name].mean():8.2f} {mean:7.3f} +-{se:5.3f}   "
-        row = {"measure": measure, "mode": mode, "bits": bits, "scheme": name, "kl_x1000": kl[name].mean(), "ratio": mean}
+        row = {
+            "measure": measure,
+            "mode": mode,
+            "bits": bits,
+            "scheme": name,
+            "kl_x1000": kl[name].mean(),
+            "ratio": mean,
+        }
         if paper is not None:
             published = paper / PAPER["none", "-", bits]
             row |= {"paper_kl_x1000": paper, "paper_ratio": published, "verdict": verdict(mean, published)}
@@ -80,14 +88,19 @@ def main() -> None:
         print(line)
     print()
     for bits in METAS:
-        drop = {mode: 1 - ratio(kl, spec("attention", mode, bits), spec("none", "-", bits))[0] for mode in ("fixed", "group")}
+        drop = {
+            mode: 1 - ratio(kl, spec("attention", mode, bits), spec("none", "-", bits))[0]
+            for mode in ("fixed", "group")
+        }
         share = drop["fixed"] / drop["group"]
         print(f"fixed choices bring {share:.0%} of the group-wise drop at {bits} bit (paper: {FIXED_SHARE:.0%})")
     for measure in ("none", "attention"):
         wide, narrow = (spec(measure, "group" if measure != "none" else "-", bits) for bits in (3.0, 2.5))
         print(f"8-bit against 16-bit metadata, {measure:9s}: KL ratio {ratio(kl, narrow, wide)[0]:.3f}")
     if args.json is not None:
-        command = f"python benchmarks/ablation.py --sequences {args.sequences} --tokens {args.tokens}"
+        command = f"python benchmarks/ablation.py --sequences {args.sequences} --tokens {args.tokens}" + (
+            f" --dtype {args.dtype}" if args.dtype else ""
+        )
         args.json.write_text(json.dumps({"command": command, "table": rows, "demo": result.to_json()}, indent=1) + "\n")
 
 

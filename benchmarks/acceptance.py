@@ -95,9 +95,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sequences", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--dtype", help="float32 or bfloat16; the default is the device's own")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    model = load("demo")
+    model = load("demo", args.dtype)
     plain = run(model, SPECS, args.sequences, args.tokens)
     shifted = run(biased(model), BIASED_SPECS, args.sequences, args.tokens)
     kl = {row.scheme: np.array(row.kl_by_sequence) for row in plain.rows}
@@ -132,7 +133,9 @@ def main() -> int:
     bar("key bias: flagrot-kivi / kivi, 2.5 bit", ratio(hard, FLAG25, KIVI25)[0], 1.0)
     bar("key bias: flagrot-auto 4 bit / the same without bias", float(hard[AUTO4].mean() / kl[AUTO4].mean()), 3.0)
     if args.json is not None:
-        command = f"python benchmarks/acceptance.py --sequences {args.sequences} --tokens {args.tokens}"
+        command = f"python benchmarks/acceptance.py --sequences {args.sequences} --tokens {args.tokens}" + (
+            f" --dtype {args.dtype}" if args.dtype else ""
+        )
         data = {"command": command, "bars": verdicts, "demo": plain.to_json(), "key_bias": shifted.to_json()}
         args.json.write_text(json.dumps(data, indent=1) + "\n")
     missed = [v["name"] for v in verdicts if not v["holds"]]

@@ -233,6 +233,7 @@ def _calibrated(
         largest = arrays[f"{side}_absmax"][layer]
         largest = largest if options["scale"] == "head" else np.full_like(largest, largest.max())
         new["fp8_scale"] = np.where(largest > 0, largest / 448.0, 1.0).astype(np.float32)
+        new["fp8_inverse"] = (1.0 / new["fp8_scale"]).astype(np.float32)
     if "levels" in entries and "levels" in needs:
         fitted = _levels(calibration, layer, side, options, entries["levels"][0])
         new["levels"] = np.broadcast_to(fitted, entries["levels"].shape)

@@ -16,6 +16,7 @@ import numpy as np
 from jkv.cache import KVCache, LayerCache, sealed_tokens, take_mean
 from jkv.core import PAGE_TOKENS, Array
 from jkv.errors import JkvError
+from jkv.stages.floats import to_bf16
 from jkv.store import encode_heads, store_pages, store_tokens
 
 
@@ -41,7 +42,7 @@ def settle(calib: Any, k: Array, v: Array, valid: Array) -> tuple[Array, Array, 
     mean, _ = take_mean(calib)
     if mean is not None:
         k = k - mean[:, None, :]
-    return k.astype(jnp.bfloat16), v.astype(jnp.bfloat16), bad
+    return to_bf16(k), to_bf16(v), bad
 
 
 def _check(cache: KVCache, k: Array, v: Array) -> None:

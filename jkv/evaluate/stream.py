@@ -18,7 +18,7 @@ from jkv import page as pages
 from jkv.cache import take_mean
 from jkv.core import PAGE_TOKENS, Array, Scheme
 from jkv.models.attention import group_queries, query_blocks, scaled_scores, ungroup, weighted_values
-from jkv.stages.floats import e4m3_decode, e4m3_encode
+from jkv.stages.floats import e4m3_decode, e4m3_encode, to_bf16
 
 
 def through_pages(scheme: Scheme, calib: Any, k: Array, v: Array) -> tuple[Array, Array, int]:
@@ -59,7 +59,7 @@ def streamed_attention(scheme: Scheme, calib: Any, q: Array, k: Array, v: Array)
     mean, centred = take_mean(calib)
     if mean is not None:
         k = k.astype(jnp.float32) - mean  # moves all scores of a query alike
-    exact_k, exact_v = (a.astype(jnp.bfloat16).astype(dtype) for a in (k, v))
+    exact_k, exact_v = (to_bf16(a).astype(dtype) for a in (k, v))
     if scheme.simulate is not None:
         k_hat, v_hat = scheme.simulate(calib, k, v)
     else:
@@ -68,14 +68,18 @@ def streamed_attention(scheme: Scheme, calib: Any, q: Array, k: Array, v: Array)
     if sink:
         k_hat, v_hat = (jnp.concatenate([e[:, :sink], h[:, sink:]], 1) for e, h in ((exact_k, k_hat), (exact_v, v_hat)))
     band = 0 if scheme.windows.tail == "0" else scheme.windows.recent_pages + 1
-    out = _mixed(rounded_query(scheme, q), q, (k_hat.astype(dtype), v_hat.astype(dtype)), (exact_k, exact_v), band)
+    stored = (k_hat.astype(dtype), v_hat.astype(dtype))
+    out = _mixed(rounded_query(scheme, q), q, stored, (exact_k, exact_v), band, sink)
     return ungroup(out, heads)[:, :length].astype(q.dtype)
 
 
-def _mixed(q_hat: Array, q: Array, stored: tuple[Array, Array], exact: tuple[Array, Array], band: int) -> Array:
+def _mixed(
+    q_hat: Array, q: Array, stored: tuple[Array, Array], exact: tuple[Array, Array], band: int, sink: int
+) -> Array:
     """Quantized tokens before the band, exact ones inside it: ``[B, Hkv, G, T, D]`` under one softmax.
 
-    The band of a query is its own page and the ``band - 1`` pages before it.
+    The band of a query is its own page and the ``band - 1`` pages before it. ``q_hat`` reads what is quantized; the
+    first ``sink`` of the stored tokens are not.
     """
     kv_heads, length = stored[0].shape[2], q.shape[1]
     keys, values = stored[0].transpose(0, 2, 3, 1), stored[1].transpose(0, 2, 1, 3)
@@ -84,6 +88,9 @@ def _mixed(q_hat: Array, q: Array, stored: tuple[Array, Array], exact: tuple[Arr
     for start, stop in query_blocks(length):
         at = jnp.arange(start, stop)[:, None]
         scores = scaled_scores(rows_hat[:, :, :, start:stop], keys[..., :stop])
+        if sink and q_hat is not q:
+            first = scaled_scores(rows[:, :, :, start:stop], keys[..., : min(sink, stop)])
+            scores = jnp.concatenate([first, scores[..., sink:]], axis=-1)
         first_exact = (at // PAGE_TOKENS + 1 - band) * PAGE_TOKENS
         seen = jnp.arange(stop) < first_exact if band else jnp.arange(stop) <= at
         scores = jnp.where(seen, scores, -jnp.inf)

@@ -6,11 +6,12 @@ import jax.numpy as jnp
 
 from jkv.core import Scheme, Stage, chain
 from jkv.registry import register
+from jkv.stages.floats import to_bf16
 
 
 def _bf16() -> Stage:
     return Stage(
-        fwd=lambda calib, x: (x.astype(jnp.bfloat16), {}),
+        fwd=lambda calib, x: (to_bf16(x), {}),
         inv=lambda calib, y, side: y.astype(jnp.float32),
         bits=lambda head_dim: 16.0,
     )

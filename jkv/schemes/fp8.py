@@ -26,6 +26,6 @@ def fp8(scale: Literal["unit", "tensor", "head"] = "unit") -> Scheme:
         v=chain(e4m3()),
         k_needs=needs,
         v_needs=needs,
-        tables=lambda head_dim: {"k": {"fp8_scale": jnp.float32(1)}, "v": {"fp8_scale": jnp.float32(1)}},
+        tables=lambda head_dim: {side: dict.fromkeys(("fp8_scale", "fp8_inverse"), jnp.float32(1)) for side in "kv"},
         options={"scale": scale},
     )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.core import SEGMENT, Array, Calib, Side, Stage
-from jkv.stages.floats import e4m3_decode, e4m3_encode, magnitude
+from jkv.stages.floats import e4m3_decode, e4m3_encode, magnitude, to_f16
 from jkv.stages.pack import pack_words, unpack_words
 
 Scaling = Literal["token", "block"]
@@ -30,10 +30,6 @@ def _safe(scale: Array) -> Array:
 
 def _norm(x: Array) -> Array:
     return jnp.sqrt(jnp.sum(x * x, axis=-1))
-
-
-def _half(x: Array) -> Array:
-    return jnp.minimum(x, 65504.0).astype(jnp.float16)
 
 
 def codebook(bits: int, scaling: Scaling = "token", correct: bool = True) -> Stage:
@@ -59,7 +55,7 @@ def codebook(bits: int, scaling: Scaling = "token", correct: bool = True) -> Sta
         codes = nearest(levels, x / _safe(norm)[..., None], count)
         if correct:
             norm = norm / _safe(_norm(levels[codes]))
-        return codes, {"norm": _half(norm)}
+        return codes, {"norm": to_f16(norm)}
 
     def inv(calib: Calib, y: Array, side: Side) -> Array:
         values = calib["levels"][y]
@@ -89,7 +85,7 @@ def qjl(bits: int) -> Stage:
         rest = unit - calib["levels"][codes]
         sketched = jnp.matmul(rest, calib["sketch"].T, precision=jax.lax.Precision.HIGHEST)
         signs = pack_words((sketched >= 0).astype(jnp.int32), 1)
-        return codes, {"norm": _half(norm), "rest": _half(_norm(rest)), "signs": signs}
+        return codes, {"norm": to_f16(norm), "rest": to_f16(_norm(rest)), "signs": signs}
 
     def inv(calib: Calib, y: Array, side: Side) -> Array:
         head_dim = y.shape[-1]

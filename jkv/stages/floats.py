@@ -1,7 +1,7 @@
 """Small floats: E4M3 (FP8), E2M1 (FP4) and UE8M0 (power-of-two scales), as bytes.
 
 GPU kernels cannot load FP4 or E8M0, and backends disagree about saturation, so both are handled as unsigned integers
-with explicit clamping. E4M3 does not saturate by itself (values above 464 become NaN): it is clamped before each cast.
+with explicit clamping. E4M3 does not saturate by itself (a cast of 465 gives NaN), so values are clamped first.
 """
 
 from __future__ import annotations
@@ -19,9 +19,45 @@ Rule = Literal["log2_nearest", "ceil", "floor", "ocp", "value_nearest", "unround
 Ties = Literal["even", "vllm"]
 
 
+def to_bf16(x: Array) -> Array:
+    """float32 to bfloat16, nearest even, rounded by integer arithmetic before the cast.
+
+    A compiler may drop a cast to a narrow float that is followed by one back, and then codes would come from values
+    that nobody stored. With the value on the narrow grid already, dropping the casts changes nothing.
+    """
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    rounded = (bits + jnp.uint32(0x7FFF) + ((bits >> 16) & jnp.uint32(1))) & jnp.uint32(0xFFFF0000)
+    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(rounded, jnp.float32), x).astype(jnp.bfloat16)
+
+
+def to_f16(x: Array) -> Array:
+    """float32 to float16, nearest even, clamped to +-65504; rounded before the cast as in :func:`to_bf16`."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    size = lax.bitcast_convert_type(bits & jnp.uint32(0x7FFFFFFF), jnp.float32)
+    raw = lax.bitcast_convert_type(jnp.minimum(size, 65504.0), jnp.uint32)
+    normal = (raw + jnp.uint32(0xFFF) + ((raw >> 13) & jnp.uint32(1))) & jnp.uint32(0xFFFFE000)
+    # Below 2**-14 the steps are 2**-24, the spacing of floats between 1/2 and 1.
+    steps = lax.bitcast_convert_type(jnp.minimum(size, 0.25) + 0.5, jnp.uint32) - jnp.uint32(0x3F000000)
+    small = steps.astype(jnp.int32).astype(jnp.float32) * 2.0**-24
+    value = jnp.where(size < 2.0**-14, small, lax.bitcast_convert_type(normal, jnp.float32))
+    return jnp.where(x < 0, -value, jnp.where(x == x, value, x)).astype(jnp.float16)
+
+
 def e4m3_encode(x: Array) -> Array:
-    """float32 to E4M3 bytes (uint8), nearest even, clamped to +-448."""
-    return lax.bitcast_convert_type(jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn), jnp.uint8)
+    """float32 to E4M3 bytes (uint8), nearest even, clamped to +-448; NaN to 0x7F.
+
+    By integer arithmetic: the casts of backends differ near and below the smallest normal number.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    size = bits & jnp.uint32(0x7FFFFFFF)
+    magnitude = jnp.minimum(lax.bitcast_convert_type(size, jnp.float32), E4M3_MAX)
+    rounded = lax.bitcast_convert_type(magnitude, jnp.uint32)
+    normal = ((rounded + jnp.uint32(0x7FFFF) + ((rounded >> 20) & jnp.uint32(1))) >> 20) - jnp.uint32(120 << 3)
+    # Below 2**-6 the steps are 2**-9; adding 2**23 rounds a float to a whole number, to even at ties.
+    steps = lax.bitcast_convert_type(magnitude * 512.0 + 8388608.0, jnp.uint32) & jnp.uint32(0xF)
+    code = jnp.where(magnitude < 2.0**-6, steps, normal)
+    code = jnp.where(size > jnp.uint32(0x7F800000), jnp.uint32(0x7F), code)
+    return (code | ((bits >> 24) & jnp.uint32(0x80))).astype(jnp.uint8)
 
 
 def e4m3_decode(byte: Array) -> Array:
@@ -38,10 +74,13 @@ def magnitude(scale: Array) -> Array:
 
 
 def e4m3(scaled: bool = True) -> Stage:
-    """FP8: ``code = E4M3(x / scale)``, with ``calib["fp8_scale"]`` (float32, one per head or per tensor) or 1."""
+    """FP8: ``code = E4M3(x / scale)``, with ``calib["fp8_scale"]`` (float32, one per head or per tensor) or 1.
+
+    ``calib["fp8_inverse"]`` is one over it: products round alike on all backends, quotients do not.
+    """
 
     def fwd(calib: Calib, x: Array) -> tuple[Array, Side]:
-        return e4m3_encode(x / calib["fp8_scale"] if scaled else x), {}
+        return e4m3_encode(x * calib["fp8_inverse"] if scaled else x), {}
 
     def inv(calib: Calib, y: Array, side: Side) -> Array:
         return e4m3_decode(y) * (calib["fp8_scale"] if scaled else 1.0)
@@ -120,7 +159,7 @@ def mxfp4(c: float = 0.156, rule: Rule = "log2_nearest", ties: Ties = "even") ->
         groups = x.reshape(*x.shape[:-1], x.shape[-1] // SEGMENT, SEGMENT)
         largest = jnp.max(jnp.abs(groups), axis=-1)
         if rule == "unrounded":
-            side = {"scale": jnp.minimum(largest * c, 65504.0).astype(jnp.float16)}
+            side = {"scale": to_f16(largest * c)}
         elif rule == "ocp":
             side = {"scale": ue8m0_encode(largest * 0.25, "floor")}
         else:

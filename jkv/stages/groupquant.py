@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jkv.core import SEGMENT, Array, Calib, Side, Stage
 from jkv.errors import JkvError
-from jkv.stages.floats import e4m3_decode, e4m3_encode, magnitude
+from jkv.stages.floats import e4m3_decode, e4m3_encode, magnitude, to_f16
 
 Meta = Literal["e4m3", "f16"]
 Along = Literal["tokens", "channels", "head"]
@@ -64,10 +64,9 @@ def affine(bits: int, along: Along, meta: Meta = "e4m3", clip: float = 1.0) -> S
                 "scale": e4m3_encode(half * (2.0 / levels) / calib["scale_mult"]),
                 "zero": e4m3_encode(middle / calib["zero_mult"]),
             }
-        lowest = jnp.clip(middle - half, -65504.0, 65504.0)
         return {
-            "scale": jnp.minimum(half * (2.0 / levels), 65504.0).astype(jnp.float16),
-            "zero": lowest.astype(jnp.float16),
+            "scale": to_f16(half * (2.0 / levels)),
+            "zero": to_f16(middle - half),
         }
 
     def loaded(calib: Calib, side: Side) -> tuple[Array, Array]:
