@@ -31,7 +31,7 @@ import numpy as np
 from jkv.core import SEGMENT, Scheme
 from jkv.errors import JkvError
 
-FORMAT = "jkv-calibration"
+FORMAT = "jkv-calibration"  # the one metadata entry: several would be written in random order
 VERSION = 1
 _META_KEYS = ("model", "fingerprint", "num_layers", "num_heads", "num_kv_heads", "head_dim", "text_sha256", "tokens")
 _ARRAYS = ("mean", "w", "queries", "logz", "k_absmax", "v_absmax", "k_reach", "v_reach")
@@ -63,7 +63,7 @@ class Calibration:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
         os.close(handle)
         try:
-            save_file(arrays, name, metadata={"format": FORMAT, "jkv": json.dumps(self.meta, sort_keys=True)})
+            save_file(arrays, name, metadata={FORMAT: json.dumps(self.meta, sort_keys=True)})
             os.chmod(name, 0o644)
             os.replace(name, target)
         except BaseException:
@@ -89,10 +89,10 @@ def load(path: str | os.PathLike[str]) -> Calibration:
             arrays = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, ValueError) as error:
         raise JkvError(f"calib={str(file)!r} is damaged or no safetensors file: {error}") from None
-    if header.get("format") != FORMAT or "jkv" not in header:
+    if FORMAT not in header:
         raise JkvError(f"calib={str(file)!r} is a safetensors file but no jkv calibration")
     try:
-        meta = json.loads(header["jkv"])
+        meta = json.loads(header[FORMAT])
     except ValueError as error:
         raise JkvError(f"calib={str(file)!r} has a damaged header: {error}") from None
     if meta.get("version", 0) > VERSION:

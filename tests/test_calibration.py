@@ -36,8 +36,8 @@ def test_round_trip(tmp_path):
 
 
 def test_equal_calibrations_are_equal_files(tmp_path):
-    one, two = made().save(tmp_path / "a"), made().save(tmp_path / "b")
-    assert one.read_bytes() == two.read_bytes()
+    files = {made().save(tmp_path / f"calib-{i}").read_bytes() for i in range(8)}
+    assert len(files) == 1
 
 
 def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_missing_truncated_and_foreign_files(tmp_path):
 def test_headers_from_elsewhere(tmp_path, change, words):
     path, meta = tmp_path / "calib.safetensors", change(made().meta)
     header = meta if isinstance(meta, str) else json.dumps(meta)
-    save_file(dict(made().arrays), path, metadata={"format": FORMAT, "jkv": header})
+    save_file(dict(made().arrays), path, metadata={FORMAT: header})
     refuse(path, *words)
 
 

@@ -15,7 +15,7 @@ from jkv.stages.pack import pack, pack_words, unpack_words, word_shape
 MULTIPLES = st.integers(1, 10).map(lambda n: 32 * n)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(MULTIPLES, st.sampled_from([1, 2, 3, 4]), st.sampled_from([(), (3,), (2, 1)]), st.integers(0, 2**16))
 def test_round_trip_and_size(head_dim, bits, lead, seed):
     codes = np.random.default_rng(seed).integers(0, 2**bits, (*lead, 4, head_dim)).astype(np.int32)
