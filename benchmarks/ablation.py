@@ -2,8 +2,8 @@
 
     python benchmarks/ablation.py [--sequences 10] [--tokens 1024] [--json benchmarks/results/ablation.json]
 
-The paper reports KL x 1000 as a geometric mean over 12 models of 3B to 27B; a 135M model sits elsewhere on that scale, so
-ratios to KIVI are what is compared. Every row keeps the unfinished page in BF16.
+The paper reports KL x 1000 as a geometric mean over 12 models of 3B to 27B; a 135M model sits elsewhere on that scale,
+so ratios to KIVI are what is compared. Every row keeps the unfinished page in BF16.
 """
 
 from __future__ import annotations

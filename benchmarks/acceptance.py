@@ -10,18 +10,25 @@ were set. Exit code 1 if any bar is missed.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from biased import biased
 
 from jkv import texts
 from jkv.calibrate import calibrate
+from jkv.calibration import bind
+from jkv.core import Scheme
 from jkv.evaluate.compare import Comparison, compare, parse_all
-from jkv.models import Model, load
+from jkv.evaluate.stream import through_pages
+from jkv.models import Model, causal_attention, load
 
 KIVI, KIVI25 = "kivi:bits=2,meta=f16", "kivi:bits=2"
 HEAD, SEGMENT = "rotatekv:bits=2,meta=f16", "rotatekv:bits=2,setting=segment,meta=f16"
@@ -35,20 +42,31 @@ RTN2, AUTO2 = "rtn:bits=2,meta=f16", "flagrot-auto:bits=2,mode=key,meta=f16"
 RTN4, AUTO4 = "rtn:bits=4,meta=f16,tail=0", "flagrot-auto:bits=4,mode=key,meta=f16,tail=0"
 AUTO4_FIXED = "flagrot-auto:bits=4,mode=fixed,meta=f16,tail=0"
 TURBO, BLOCK = "turboquant:bits=4,tail=0", "ultra-tq:scale=block,v=same,tail=0"
-UNROUNDED = "ultraquant:rule=unrounded,tail=0"
+UNROUNDED = "ultraquant:rule=unrounded,rotate_v=on,tail=0"  # K and V rotated, as the bar's own row was
 POWERS = [
-    "ultraquant:c=0.195,tail=0",
-    "ultraquant:c=0.138,rule=ceil,tail=0",
-    "ultraquant:tail=0",
-    "ultraquant:rule=ocp,tail=0",
+    "ultraquant:c=0.195,rotate_v=on,tail=0",
+    "ultraquant:c=0.138,rule=ceil,rotate_v=on,tail=0",
+    "ultraquant:rotate_v=on,tail=0",
+    "ultraquant:rule=ocp,rotate_v=on,tail=0",
 ]
+PLAIN_V = ["ultraquant:rule=unrounded,tail=0", "ultraquant:c=0.195,tail=0", "ultraquant:tail=0"]
 BF16, FP8 = "bf16", "fp8:tail=0"
 
 SPECS = [
     BF16, FP8, KIVI, KIVI25, HEAD, SEGMENT, RECON, CHANNEL, FLAG, FLAG25, FIXED, KIVI3, FLAG3, KIVI4, FLAG4,
     RTN2, AUTO2, RTN4, AUTO4, AUTO4_FIXED, TURBO, BLOCK, UNROUNDED, *POWERS,
+    *PLAIN_V,
 ]  # fmt: skip
 BIASED_SPECS = [KIVI, KIVI25, FLAG, FLAG25, RTN4, "rtn:bits=4,meta=f16,center=auto,tail=0", AUTO4]
+
+# Relative squared error of keys, sum |k - k^|^2 / sum |k|^2 over layers, heads and tokens, and what it should be.
+KEY_ERRORS = [
+    ("kivi:bits=2,meta=f16", 0.0379),
+    ("rtn:bits=2,meta=f16", 0.253),
+    ("turboquant:bits=4,correct=off", 0.0086),
+    ("ultraquant:rule=unrounded", 0.0104),
+    ("fp8", 0.0007),
+]
 
 BARS = [
     ("flagrot-kivi group, attention / kivi", FLAG, KIVI, 0.68),
@@ -82,6 +100,27 @@ def run(model: Model, specs: Sequence[str], sequences: int, tokens: int) -> Comp
     result = compare(model, schemes, ids, calibration=calibration, kinds=kinds, progress=progress)
     print(file=sys.stderr)
     return result
+
+
+def key_errors(model: Model, tokens: np.ndarray) -> dict[str, float]:
+    """Relative squared error of the keys of ``tokens: int[N, T]`` under every scheme of ``KEY_ERRORS``."""
+    config, schemes = model.config, parse_all([spec for spec, _ in KEY_ERRORS])
+    calib = [jax.tree.map(jnp.asarray, bind(s, None, 0, config.num_kv_heads, config.head_dim)) for s in schemes]
+    missed, total = np.zeros(len(schemes)), 0.0
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def miss(scheme: Scheme, calib: Any, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum((k - through_pages(scheme, calib, k, v)[0]) ** 2)
+
+    def attention(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        nonlocal total
+        total += float(jnp.sum(k**2))
+        missed[:] += [float(miss(scheme, c, k, v)) for scheme, c in zip(schemes, calib, strict=True)]
+        return causal_attention(q, k, v), state
+
+    for row in tokens:
+        model.decoder.hidden(row[None], attention=attention)
+    return {scheme.spec: error / total for scheme, error in zip(schemes, missed, strict=True)}
 
 
 def ratio(kl: dict[str, np.ndarray], above: str, below: str) -> tuple[float, float, float]:
@@ -132,6 +171,10 @@ def main() -> int:
     bar("key bias: flagrot-kivi 2.5 bit / 3.0 bit", ratio(hard, FLAG25, FLAG)[0], 1.03)
     bar("key bias: flagrot-kivi / kivi, 2.5 bit", ratio(hard, FLAG25, KIVI25)[0], 1.0)
     bar("key bias: flagrot-auto 4 bit / the same without bias", float(hard[AUTO4].mean() / kl[AUTO4].mean()), 3.0)
+    ids, _ = texts.sequences(model.tokenizer, texts.evaluation_texts(), min(args.sequences, 5), args.tokens)
+    for (spec, expected), (name, found) in zip(KEY_ERRORS, key_errors(model, ids).items(), strict=True):
+        limit = 0.05 if spec == "fp8" else 0.02  # the figure for fp8 has one digit
+        bar(f"key error of {name}", abs(found / expected - 1), limit, f"{found:.5f}, expected {expected}")
     if args.json is not None:
         command = f"python benchmarks/acceptance.py --sequences {args.sequences} --tokens {args.tokens}" + (
             f" --dtype {args.dtype}" if args.dtype else ""

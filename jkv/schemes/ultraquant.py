@@ -17,6 +17,7 @@ def ultraquant(
     rule: Rule = "log2_nearest",
     ties: Ties = "even",
     query: Literal["bf16", "fp8"] = "bf16",
+    rotate_v: bool = False,
     center: Center = "off",
 ) -> Scheme:
     """K and V as MXFP4 (E2M1 codes, one UE8M0 scale for 32 channels near ``c * max|x|``); K rotated, V not.
@@ -31,7 +32,7 @@ def ultraquant(
     coder = mxfp4(c, rule, ties)
     return Scheme(
         k=centered(center, rotate("head"), coder),
-        v=chain(coder),
+        v=chain(rotate("head"), coder) if rotate_v else chain(coder),
         center=center,
         k_needs=center_needs(center),
         query_dtype=query,
