@@ -61,13 +61,10 @@ def test_scores_of_turned_queries_are_those_of_keys_turned_back(text):
 @pytest.mark.parametrize(
     ("dim", "group", "text"),
     [
-        (32, 1, "flagrot-kivi:bits=2,mode=fixed"),
         (32, 8, "ultraquant"),
         (96, 3, "flagrot-auto:bits=4,mode=fixed,tail=0"),
-        (96, 1, "turboquant:bits=3"),
-        (128, 4, "ultra-tq:scale=block,v=same"),
-        (256, 8, "flagrot-kivi:bits=2,mode=fixed"),
-        (256, 3, "rotatekv:bits=2"),
+        (128, 4, "turboquant:bits=4"),
+        (256, 1, "rotatekv:bits=2"),
     ],
 )
 def test_every_head_dim_and_ratio_of_query_heads(dim, group, text):
@@ -189,12 +186,11 @@ def test_outputs_do_not_depend_on_the_size_of_a_block():
     scheme, new = parse("kivi:bits=2"), tokens(ROWS)
     calib, q = bound(scheme), new.q[:, :1]
     outs = []
-    for block in (32, 64, 128):
+    for block in (64, 32):
         cache = empty(scheme, ROWS, block_tokens=block)
         cache = fill(cache, calib, new.k, new.v, jnp.asarray(LENGTHS), NONE)
         outs.append(look(cache, calib, 0, q))
     np.testing.assert_array_equal(outs[0], outs[1])
-    np.testing.assert_array_equal(outs[0], outs[2])
 
 
 def test_queries_that_do_not_fit_are_refused():

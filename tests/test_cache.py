@@ -241,7 +241,7 @@ def test_cropping_to_what_is_not_there_is_refused():
 
 
 def test_beams_reorder_and_repeat_and_go_on_on_their_own():
-    text = "flagrot-kivi:bits=2,mode=group"
+    text = "kivi:bits=2"
     scheme, old, new = parse(text), tokens(ROWS), tokens(ROWS, seed=4)
     calib, (cache, _) = bound(scheme), decoded(text)
     rows = np.array([7, 8, 7, 0, 4, 4, 3, 8, 1])
