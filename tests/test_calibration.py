@@ -168,6 +168,8 @@ def test_bound_values():
     np.testing.assert_allclose(head, arrays["k_absmax"][0] / 448)
     tensor = bind(registry.parse("fp8:scale=tensor"), made(), 0, 2, DIM)["v"]["fp8_scale"]
     np.testing.assert_allclose(tensor, arrays["v_absmax"][0].max() / 448)
+    inverse = bind(registry.parse("fp8:scale=tensor"), made(), 0, 2, DIM)["v"]["fp8_inverse"]
+    np.testing.assert_allclose(inverse * tensor, 1.0, rtol=1e-6)
     auto = bind(registry.parse("flagrot-auto:bits=2"), made(), 2, 2, DIM)["k"]
     np.testing.assert_allclose(auto["w_root"] @ auto["w_root"], arrays["w"][2], rtol=1e-3, atol=1e-3)
     np.testing.assert_array_equal(auto["mean"], arrays["mean"][2])

@@ -49,7 +49,7 @@ def arrays(scheme: Any, head_dim: int) -> dict[str, dict[str, np.ndarray]]:
         if "zero_mult" in side:
             side["zero_mult"] = np.float32(0.125)
         if "fp8_scale" in side:
-            side["fp8_scale"] = np.float32(1 / 64)
+            side |= {"fp8_scale": np.float32(1 / 64), "fp8_inverse": np.float32(64)}
     if "levels" in scheme.k_needs:
         k["levels"] = k["levels"] * np.float32(1.0625)
     if scheme.flags != "none":
