@@ -65,10 +65,14 @@ def _distance(graph: Any, weights: Any, x: Array, reference: Reference, followin
         shift = jnp.sum(p * d, axis=-1, keepdims=True)
         e = d - shift
         e = e - jnp.sum(p * e, axis=-1, keepdims=True)
-        # Far apart, p may underflow where q has weight; close together, a logsumexp would cancel.
-        far = jax.nn.logsumexp(ref - take(reference.logsumexp)[:, None] - e, axis=-1)
         near = jnp.log1p(jnp.sum(p * jnp.expm1(jnp.minimum(-e, 80.0)), axis=-1))
-        kl = jnp.where(far > 1.0, far, near)
+
+        def contradicting() -> Array:
+            # Far apart, p may underflow where q has weight; close together, this logsumexp would cancel.
+            far = jax.nn.logsumexp(ref - take(reference.logsumexp)[:, None] - e, axis=-1)
+            return jnp.where(far > 1.0, far, near)
+
+        kl = jax.lax.cond(jnp.any(near > 0.9) | jnp.any(e < -60.0), contradicting, lambda: near)
         agree = jnp.take_along_axis(logits, best[:, None], axis=-1)[:, 0] >= jnp.max(logits, axis=-1)
         token = take(jnp.concatenate([following, jnp.zeros(1, following.dtype)]))
         taken = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0]

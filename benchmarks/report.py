@@ -1,0 +1,119 @@
+"""Write the measured tables of README.md and docs/quality.md from the committed results.
+
+    python benchmarks/report.py [--check]
+
+Each table stands between ``<!-- table:NAME -->`` and ``<!-- table:end -->``. ``--check`` changes nothing and exits with
+1 where a table differs from the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from jkv.evaluate.table import markdown
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def load(name: str) -> dict[str, Any]:
+    """One committed result."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def machine(versions: dict[str, str]) -> str:
+    """The device and versions behind a table."""
+    return f"{versions['device']}, jax {versions['jax']}, Python {versions['python']}"
+
+
+def compare_table() -> str:
+    found = load("compare")
+    return f"{markdown(found).strip()}\n\nMeasured with `{found['command']}` on {found['machine']}, {found['date']}."
+
+
+def bars_table() -> str:
+    found = load("acceptance")
+    lines = ["| what | measured | bar | |", "| --- | ---: | ---: | --- |"]
+    for bar in found["bars"]:
+        lines.append(
+            f"| {bar['name']} | {bar['measured']:.3f} | {bar['bar']:g} | {'holds' if bar['holds'] else 'MISSED'} |"
+        )
+    return "\n".join([*lines, "", _source(found, found["demo"])])
+
+
+def rows_table() -> str:
+    found = load("acceptance")
+    base = {row["scheme"]: row for row in found["demo"]["rows"]}
+    hard = {row["scheme"]: row for row in found["key_bias"]["rows"]}
+    lines = ["| scheme | bits | KL x 1000 | top-1 | with key bias |", "| --- | ---: | ---: | ---: | ---: |"]
+    for name, row in base.items():
+        biased = f"{hard[name]['kl_x1000']:.1f}" if name in hard else ""
+        kl = f"{row['kl_x1000']:.2f} ± {row['kl_se']:.2f}"
+        lines.append(f"| `{name}` | {row['bits_per_value']:.2f} | {kl} | {row['top1_agreement']:.3f} | {biased} |")
+    for name in hard.keys() - base.keys():
+        row = hard[name]
+        lines.append(f"| `{name}` | {row['bits_per_value']:.2f} | | | {row['kl_x1000']:.1f} |")
+    return "\n".join([*lines, "", _source(found, found["demo"])])
+
+
+def ablation_table() -> str:
+    found = load("ablation")
+    lines = [
+        "| measure | mode | bits | KL x 1000 | to KIVI | paper's KL | to KIVI | |",
+        "| --- " * 2 + "| ---: " * 5 + "| --- |",
+    ]
+    for row in found["table"]:
+        paper = [
+            f"{row[key]:{form}}" if key in row else ""
+            for key, form in (("paper_kl_x1000", ".1f"), ("paper_ratio", ".3f"))
+        ]
+        cells = [
+            row["measure"],
+            row["mode"],
+            f"{row['bits']:.1f}",
+            f"{row['kl_x1000']:.1f}",
+            f"{row['ratio']:.3f}",
+            *paper,
+        ]
+        lines.append("| " + " | ".join([*cells, row.get("verdict", "")]) + " |")
+    return "\n".join([*lines, "", _source(found, found["demo"])])
+
+
+def _source(found: dict[str, Any], demo: dict[str, Any]) -> str:
+    return f"Measured with `{found['command']}` on {machine(demo['versions'])}, {found['date']}."
+
+
+TABLES = {
+    "README.md": {"compare": compare_table},
+    "docs/quality.md": {"bars": bars_table, "rows": rows_table, "ablation": ablation_table},
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    stale = []
+    for name, tables in TABLES.items():
+        path = ROOT / name
+        text = old = path.read_text()
+        for key, make in tables.items():
+            pattern = re.compile(rf"(<!-- table:{key} -->\n).*?(<!-- table:end -->)", re.DOTALL)
+            if not pattern.search(text):
+                raise SystemExit(f"{name} has no table:{key}")
+            text = pattern.sub(lambda m, body=make(): f"{m[1]}{body}\n{m[2]}", text)
+        if text != old:
+            stale.append(name)
+            if not args.check:
+                path.write_text(text)
+    print(f"{'differ from the results' if args.check else 'rewritten'}: {', '.join(stale) or 'none'}")
+    return 1 if args.check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
