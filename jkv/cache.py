@@ -171,8 +171,15 @@ def take(cache: KVCache, rows: Array) -> KVCache:
     """The rows ``rows: int[B']`` of a cache: reorder beams, repeat a prefix, or drop a row from the batch.
 
     Each row of the result owns its blocks, so rows that came from one may go on differently.
+
+    Raises:
+      JkvError: for a row that the cache does not have, where rows are known on the host.
     """
     rows = jnp.asarray(rows, jnp.int32)
+    if not isinstance(rows, jax.core.Tracer):
+        wanted = np.asarray(rows)
+        if wanted.ndim != 1 or not wanted.size or (wanted < 0).any() or (wanted >= cache.batch).any():
+            raise JkvError(f"rows={wanted.tolist()} cannot be taken; give a list of rows from 0 to {cache.batch - 1}")
     table = cache.block_table[rows]
     owned = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
 

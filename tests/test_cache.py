@@ -240,6 +240,12 @@ def test_cropping_to_what_is_not_there_is_refused():
         crop(cache, calib, jnp.maximum(jnp.asarray(LENGTHS), 1))
 
 
+@pytest.mark.parametrize("rows", [[9], [0, -1], [], 3, [[0]]])
+def test_rows_that_are_not_there_are_refused(rows):
+    with pytest.raises(JkvError, match=r"rows=.* cannot be taken; give a list of rows from 0 to 8"):
+        take(empty(parse("kivi:bits=2"), ROWS), rows)
+
+
 def test_beams_reorder_and_repeat_and_go_on_on_their_own():
     text = "kivi:bits=2"
     scheme, old, new = parse(text), tokens(ROWS), tokens(ROWS, seed=4)
