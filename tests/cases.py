@@ -55,7 +55,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "ultraquant",
         "ultraquant:c=0.195,ties=vllm",
         "ultraquant:rule=unrounded,center=on",
-        "ultraquant:rule=ocp,query=fp8",
+        "ultraquant:rule=ocp,query=fp8,rotate_v=on",
     ),
 }
 MIXED_SIDES = (

@@ -27,7 +27,7 @@ def scales(shape: tuple[int, ...], dtype: str, seed: int) -> jax.Array:
     return jnp.asarray(rng.uniform(0, 3, shape) * rng.integers(0, 2, shape), jnp.float16)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.sampled_from(["group", "token"]), SEGMENTS, st.sampled_from(["uint8", "float16"]), st.integers(0, 2**16))
 def test_flags_survive_and_magnitudes_do_too(placement, segments, dtype, seed):
     rng = np.random.default_rng(seed)
