@@ -9,6 +9,7 @@ so ratios to KIVI are what is compared. Every row keeps the unfinished page in B
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 from pathlib import Path
 
@@ -101,7 +102,13 @@ def main() -> None:
         command = f"python benchmarks/ablation.py --sequences {args.sequences} --tokens {args.tokens}" + (
             f" --dtype {args.dtype}" if args.dtype else ""
         )
-        args.json.write_text(json.dumps({"command": command, "table": rows, "demo": result.to_json()}, indent=1) + "\n")
+        args.json.write_text(
+            json.dumps(
+                {"command": command, "date": str(datetime.date.today()), "table": rows, "demo": result.to_json()},
+                indent=1,
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ were set. Exit code 1 if any bar is missed.
 from __future__ import annotations
 
 import argparse
+import datetime
 import functools
 import json
 import sys
@@ -146,8 +147,8 @@ def main() -> int:
     verdicts = []
 
     def bar(name: str, value: float, limit: float, note: str = "") -> None:
-        ok = value <= limit
-        verdicts.append({"name": name, "measured": round(value, 4), "bar": limit, "holds": ok})
+        ok = bool(value <= limit)
+        verdicts.append({"name": name, "measured": round(float(value), 4), "bar": limit, "holds": ok})
         print(f"{name:52s} {value:8.3f}  <= {limit:<6g} {'ok' if ok else 'MISSED'}  {note}")
 
     print(f"\n{plain.model}, {plain.sequences} x {plain.tokens} tokens of {', '.join(dict.fromkeys(plain.kinds))}")
@@ -179,7 +180,13 @@ def main() -> int:
         command = f"python benchmarks/acceptance.py --sequences {args.sequences} --tokens {args.tokens}" + (
             f" --dtype {args.dtype}" if args.dtype else ""
         )
-        data = {"command": command, "bars": verdicts, "demo": plain.to_json(), "key_bias": shifted.to_json()}
+        data = {
+            "command": command,
+            "date": str(datetime.date.today()),
+            "bars": verdicts,
+            "demo": plain.to_json(),
+            "key_bias": shifted.to_json(),
+        }
         args.json.write_text(json.dumps(data, indent=1) + "\n")
     missed = [v["name"] for v in verdicts if not v["holds"]]
     tail = f"; missed: {', '.join(missed)}" if missed else ""

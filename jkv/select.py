@@ -205,11 +205,3 @@ def select_flags(scheme: Scheme, calib: Calib, keys: Array) -> Array:
         return side["flags"].reshape(-1, side["flags"].shape[-1])
 
     return jax.lax.map(lambda layer: jax.vmap(head)(*layer), (calib, keys))
-
-
-def check_options(mode: str, allowed: tuple[str, ...], measure: str) -> None:
-    """Refuse a mode or a measure that does not exist."""
-    if mode not in allowed:
-        raise JkvError(f"mode={mode!r} is unknown; mode must be one of {', '.join(allowed)}")
-    if measure not in MEASURE_NEEDS:
-        raise JkvError(f"measure={measure!r} is unknown; measure must be one of {', '.join(MEASURE_NEEDS)}")
