@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.attend import attend
+from jkv.binding import bind_layers, check_calibration
 from jkv.cache import KVCache, LayerCache, advance, init_cache, layer_view
-from jkv.calibration import Calibration, bind, check_model, check_scheme
+from jkv.calibration import Calibration, check_scheme
 from jkv.core import PAGE_TOKENS, Array, Scheme
 from jkv.errors import JkvError
 from jkv.models.load import Model
@@ -57,23 +58,10 @@ def bind_model(model: Model, scheme: Scheme, calibration: Calibration | None) ->
     Raises:
       JkvError: for a calibration of another model, or one that lacks what the scheme needs.
     """
-    config = model.config
-    if calibration is not None:
-        check_model(
-            calibration,
-            fingerprint=model.fingerprint,
-            name=model.name,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
+    check_calibration(model, calibration)
     check_scheme(calibration, scheme)
-    check_head_dim(scheme, config.head_dim)
-    layers = plan_layers(scheme, config.num_layers).layers
-    return [
-        jax.tree.map(jnp.asarray, bind(part, calibration, index, config.num_kv_heads, config.head_dim))
-        for index, part in enumerate(layers)
-    ]
+    check_head_dim(scheme, model.config.head_dim)
+    return bind_layers(plan_layers(scheme, model.config.num_layers), model, calibration)
 
 
 @functools.partial(jax.jit, donate_argnames="layer")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from jkv import texts
 from jkv._version import __version__
+from jkv.binding import check_calibration
 from jkv.calibrate import DEFAULT_QUERIES, calibrate
 from jkv.calibration import Calibration, check_scheme, decision_key, load
 from jkv.core import Scheme
@@ -35,10 +36,12 @@ def calibration_for(
     schemes, and read from there the next time; a damaged copy is made again.
 
     Raises:
-      JkvError: for a file that is damaged, or that lacks what a scheme needs; for a model without a tokenizer.
+      JkvError: for a file that is damaged, was made for another model, or lacks what a scheme needs; for a model
+        without a tokenizer.
     """
     if path is not None:
         given = load(path)
+        check_calibration(model, given)
         for scheme in schemes:
             check_scheme(given, scheme)
         return given

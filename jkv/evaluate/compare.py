@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jkv._version import __version__
-from jkv.calibration import Calibration, bind, check_model, check_scheme
+from jkv.binding import bind_layers, check_calibration
+from jkv.calibration import Calibration, check_scheme
 from jkv.core import PAGE_TOKENS, Array, Scheme
 from jkv.errors import JkvError
 from jkv.evaluate.kl import Distance, distance, reference_of
@@ -99,15 +99,6 @@ def versions() -> dict[str, str]:
     }
 
 
-def bind_layers(plan: Plan, model: Model, calibration: Calibration | None) -> list[Any]:
-    """Bound calibration arrays of every layer, on the device."""
-    config = model.config
-    return [
-        jax.tree.map(jnp.asarray, bind(scheme, calibration, layer, config.num_kv_heads, config.head_dim))
-        for layer, scheme in enumerate(plan.layers)
-    ]
-
-
 def check(model: Model, schemes: Sequence[Scheme], tokens: np.ndarray, calibration: Calibration | None) -> None:
     """Refuse what cannot be compared, before any work.
 
@@ -127,15 +118,7 @@ def check(model: Model, schemes: Sequence[Scheme], tokens: np.ndarray, calibrati
         raise JkvError(
             f"tokens={tokens.shape[1]} exceeds the model's context of {config.max_position_embeddings} tokens"
         )
-    if calibration is not None:
-        check_model(
-            calibration,
-            fingerprint=model.fingerprint,
-            name=model.name,
-            num_layers=config.num_layers,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-        )
+    check_calibration(model, calibration)
     for scheme in schemes:
         check_head_dim(scheme, config.head_dim)
         check_scheme(calibration, scheme)

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 
 from jkv.attend import attend
+from jkv.binding import bind_layers
 from jkv.cache import init_cache
 from jkv.calibration import Calibration
 from jkv.errors import JkvError
-from jkv.evaluate.compare import bind_layers, compare, compressed_tokens, default_schemes, hidden_states, parse_all
+from jkv.evaluate.compare import compare, compressed_tokens, default_schemes, hidden_states, parse_all
 from jkv.evaluate.kl import distance, reference_of
 from jkv.models.config import ModelConfig
 from jkv.models.load import Model
