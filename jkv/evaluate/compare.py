@@ -50,7 +50,7 @@ def default_schemes() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One scheme's cost and saving. Bytes are measured on stored arrays; KL is in nats, times 1000."""
+    """One scheme's cost and saving. Bytes are the page layout's, all layers; KL is in nats, times 1000."""
 
     scheme: str
     bits_per_value: float

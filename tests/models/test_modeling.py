@@ -17,6 +17,7 @@ from jkv.models import (
     rope_tables,
     unapply_rope,
 )
+from jkv.models.attention import attention_with_logz
 from jkv.models.modeling import block_finish
 from jkv.models.rope import inverse_frequencies
 
@@ -62,8 +63,17 @@ def test_attention_matches_a_loop_over_queries(ratio):
 
 
 def test_attention_in_blocks_equals_attention_at_once():
-    q, k, v = _normal(1, 1, 11, 6, 8), _normal(2, 1, 11, 2, 8), _normal(3, 1, 11, 2, 8)
-    np.testing.assert_allclose(causal_attention(q, k, v, block=4), causal_attention(q, k, v), atol=1e-6)
+    length = 300  # two blocks of queries
+    q, k, v = _normal(1, 1, length, 6, 8), _normal(2, 1, length, 2, 8), _normal(3, 1, length, 2, 8)
+    o, logz = attention_with_logz(q, k, v)
+    scores = np.einsum("btkgd,bskd->bkgts", np.reshape(q, (1, length, 2, 3, 8)), k) / 8**0.5
+    scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores)
+    expected = np.einsum("bkgts,bskd->btkgd", weights / weights.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(o, expected.reshape(q.shape), atol=1e-5)
+    by_query = np.log(weights.sum(-1)).transpose(0, 3, 1, 2).reshape(1, length, 6)
+    np.testing.assert_allclose(logz, by_query, atol=1e-5)
+    np.testing.assert_allclose(causal_attention(q[:, -5:], k, v), o[:, -5:], atol=1e-5)
 
 
 def test_all_blocks_share_one_graph():
