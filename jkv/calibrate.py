@@ -7,7 +7,6 @@ batch; with several devices the sequences are spread over them (data parallel).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
@@ -20,8 +19,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jkv._version import __version__
-from jkv.calibration import VERSION, Calibration, bind, decision_key
-from jkv.core import PAGE_TOKENS, SEGMENT, Array, Scheme
+from jkv.calibration import VERSION, Calibration, decision_key
+from jkv.centroids import fit_tables
+from jkv.core import PAGE_TOKENS, Array, Scheme
+from jkv.decide import decide
 from jkv.errors import JkvError
 from jkv.models.attention import attention_with_logz
 from jkv.models.load import Model
@@ -30,11 +31,8 @@ from jkv.models.rope import inverse_frequencies, rope_tables, unapply_rope
 from jkv.plan import components
 from jkv.registry import check_head_dim
 from jkv.rotate import turn
-from jkv.select import MEASURE_NEEDS, assembly_error, gram_of_page, rotated_segments
-from jkv.stages.codebook import lloyd, lloyd_block, lloyd_sphere
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-_BINS = 4096
 DEFAULT_QUERIES = 512
 
 
@@ -75,9 +73,9 @@ def calibrate(
         o, logz = attention_with_logz(q, k, v)
         layer = _collect(q, k, v, logz, tables, num_queries, index)
         if fit:
-            layer |= _fit_tables(k, v)
+            layer |= fit_tables(k, v)
         layer["rope_frequencies"] = inverse_frequencies(config).astype(np.float32)
-        layer |= _decide(schemes, layer, k, config.num_kv_heads, config.head_dim)
+        layer |= decide(schemes, layer, k, config.num_kv_heads, config.head_dim)
         layers.append(layer)
         x = block_finish(graph, weights, x, o)
         if progress is not None:
@@ -180,112 +178,3 @@ def _collect(
 def _mean(per_sequence: np.ndarray) -> np.ndarray:
     """Mean over sequences in float64, in order: the same on one device and on several."""
     return (per_sequence.astype(np.float64).sum(axis=0) / len(per_sequence)).astype(np.float32)
-
-
-def _pages(k: Array) -> Array:
-    """Keys ``[B, T, H, D]`` as pages ``[H, B * T / 32, 32, D]``."""
-    by_head = jnp.moveaxis(k.astype(jnp.float32), 2, 0)
-    return by_head.reshape(by_head.shape[0], -1, PAGE_TOKENS, k.shape[-1])
-
-
-def _decide(
-    schemes: Sequence[Scheme], layer: dict[str, np.ndarray], k: Array, kv_heads: int, head_dim: int
-) -> dict[str, np.ndarray]:
-    """Centering switches, then fixed choices (which see the keys as centering leaves them)."""
-    decided: dict[str, np.ndarray] = {}
-    for scheme in schemes:
-        key = decision_key(scheme)
-        have = {name: a[None] for name, a in (layer | decided).items()}
-        stub = {"num_layers": 1, "head_dim": head_dim, "model": "this model"}
-        if "center" in scheme.needs:
-            decided[f"center/{key}"] = np.array(True)
-            if "choice" in scheme.needs:  # weigh centering with nothing rotated
-                decided[f"choice/{key}"] = np.zeros((kv_heads, head_dim // SEGMENT + 1), bool)
-            have |= {name: a[None] for name, a in decided.items()}
-            on = bind(scheme, Calibration(have, stub), 0, kv_heads, head_dim)
-            off = bind(scheme, Calibration(have | {f"center/{key}": np.array([False])}, stub), 0, kv_heads, head_dim)
-            weighted = [float(_weighted_error(scheme, calib["k"], layer["w"], k)) for calib in (on, off)]
-            decided[f"center/{key}"] = np.array(weighted[0] < weighted[1])
-            have |= {name: a[None] for name, a in decided.items()}
-        if "choice" in scheme.needs:
-            have |= {f"choice/{key}": np.zeros((1, kv_heads, head_dim // SEGMENT + 1), bool)}
-            calib = bind(_measuring(scheme), Calibration(have, stub), 0, kv_heads, head_dim)
-            decided[f"choice/{key}"] = np.asarray(_fixed_choice(scheme, calib["k"], k))
-    return decided
-
-
-def _measuring(scheme: Scheme) -> Scheme:
-    """The scheme with the needs of its measure added: a fixed choice is decided with the same statistics."""
-    return dataclasses.replace(scheme, k_needs=scheme.k_needs | MEASURE_NEEDS[scheme.options["measure"]])
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _weighted_error(scheme: Scheme, calib: Any, w: Array, k: Array) -> Array:
-    """``sum e^T W e`` over all keys for the whole K codec: what centering on and off are compared by."""
-
-    def head(calib: Any, w: Array, pages: Array) -> Array:
-        def page(x: Array) -> Array:
-            e = x - scheme.k.decode(calib, scheme.k.encode(calib, x))
-            return jnp.einsum("td,de,te->", e, w, e, precision=_HIGHEST)
-
-        return jnp.sum(jax.lax.map(page, pages, batch_size=16))
-
-    return jnp.sum(jax.vmap(head)(calib, w, _pages(k)))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _fixed_choice(scheme: Scheme, calib: Any, k: Array) -> Array:
-    """One choice per head ``[H, S + 1]``, by the errors summed over all calibration keys."""
-    options = scheme.options
-
-    def head(calib: Any, pages: Array) -> Array:
-        centred = pages - calib["mean"] if "mean" in calib else pages
-        one = functools.partial(gram_of_page, options["quantizer"], calib, measure=options["measure"])
-        gram, whole = jax.lax.map(one, centred, batch_size=8)
-        gram, whole = jnp.sum(gram, axis=0), jnp.sum(whole)
-        rotated = rotated_segments(gram, options["exhaustive"])
-        turned = whole < assembly_error(gram, rotated)
-        return jnp.concatenate([rotated & ~turned, turned[None]])
-
-    return jax.vmap(head)(calib, _pages(k))
-
-
-@functools.partial(jax.jit, static_argnames=("scaling", "side"))
-def _histogram(x: Array, side: str, scaling: str) -> Array:
-    """Counts of |rotated, normalized values| in 4096 bins of [0, 1]: ``[2, bins]``, fitting and held-out tokens.
-
-    Every fourth page is held out.
-    """
-    y = turn(_pages(x), "head")
-    if scaling == "block":
-        groups = y.reshape(*y.shape[:-1], -1, SEGMENT)
-        largest = jnp.max(jnp.abs(groups), axis=-1, keepdims=True)
-        u = (groups / jnp.where(largest > 0, largest, 1.0)).reshape(y.shape)
-    else:
-        norm = jnp.sqrt(jnp.sum(y * y, axis=-1, keepdims=True))
-        u = y / jnp.where(norm > 0, norm, 1.0)
-    bins = jnp.clip((jnp.abs(u) * _BINS).astype(jnp.int32), 0, _BINS - 1)
-    held = (jnp.arange(u.shape[1]) % 4 == 3)[None, :, None, None]
-    return jnp.zeros((2, _BINS), jnp.int32).at[jnp.broadcast_to(held, bins.shape).astype(jnp.int32), bins].add(1)
-
-
-def _fit_tables(k: Array, v: Array) -> dict[str, np.ndarray]:
-    """Lloyd-Max tables of 16 levels on captured keys and values, with what they gain on held-out tokens."""
-    found: dict[str, np.ndarray] = {}
-    grid = (np.arange(_BINS) + 0.5) / _BINS
-    for side, x in (("k", k), ("v", v)):
-        for scaling in ("token", "block"):
-            fit, held = np.asarray(_histogram(x, side, scaling)).astype(np.float64)
-            theory = lloyd_block(4) if scaling == "block" else lloyd_sphere(x.shape[-1], 4)
-            levels = lloyd(grid, fit, 4)
-            mse = [_table_mse(grid, fit + held, theory), _table_mse(grid, held, theory), _table_mse(grid, held, levels)]
-            found[f"levels/{side}_{scaling}"] = levels.astype(np.float32)
-            found[f"levels_mse/{side}_{scaling}"] = np.array(mse, np.float64)
-    return found
-
-
-def _table_mse(grid: np.ndarray, counts: np.ndarray, levels: np.ndarray) -> float:
-    """Mean squared distance of the histogram's magnitudes to the nearest level."""
-    positive = levels[len(levels) // 2 :]
-    nearest = np.abs(grid[:, None] - positive).min(axis=1)
-    return float((counts * nearest**2).sum() / max(counts.sum(), 1.0))

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jkv import calibrate as calibrating
 from jkv import registry
-from jkv.calibrate import calibrate, stored_positions
+from jkv.calibrate import _collect, calibrate, stored_positions
 from jkv.calibration import bind, check_scheme, decision_key, load
+from jkv.decide import _measuring, decide
 from jkv.errors import JkvError
 from jkv.models import Model, ModelConfig, causal_attention, random_decoder, rope_tables, unapply_rope
 from jkv.rotate import turn
@@ -162,7 +162,7 @@ def test_another_text_has_another_hash_and_progress_is_reported():
 @pytest.mark.parametrize("spec", ["flagrot-kivi:bits=2,mode=fixed", "flagrot-auto:bits=4,mode=fixed"])
 def test_a_fixed_choice_minimizes_the_summed_measure(spec):
     scheme = registry.parse(spec)
-    measuring = calibrating._measuring(scheme)
+    measuring = _measuring(scheme)
     one = functools.partial(gram_of_page, scheme.options["quantizer"], measure=scheme.options["measure"])
     for layer, (_, k, _) in enumerate(captured()):
         for head in range(2):
@@ -183,8 +183,8 @@ def decided(k: np.ndarray, spec: str) -> bool:
     q = jnp.asarray(rng.standard_normal(k.shape), jnp.float32)
     positions = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
     keys = jnp.asarray(k, jnp.float32)
-    layer = calibrating._collect(q, keys, q, q[..., 0], rope_tables(TINY, positions), 16, 0)
-    return bool(calibrating._decide([scheme], layer, keys, k.shape[2], k.shape[3])[f"center/{decision_key(scheme)}"])
+    layer = _collect(q, keys, q, q[..., 0], rope_tables(TINY, positions), 16, 0)
+    return bool(decide([scheme], layer, keys, k.shape[2], k.shape[3])[f"center/{decision_key(scheme)}"])
 
 
 @pytest.mark.parametrize("spec", ["rtn:bits=2,center=auto", "flagrot-auto:bits=2,mode=key"])
