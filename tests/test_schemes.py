@@ -261,7 +261,10 @@ def test_a_constant_is_exact_where_nothing_turns_it_and_bounded_elsewhere(spec):
             np.testing.assert_array_equal(x_hat, x)
 
 
-@pytest.mark.parametrize("spec", ["kivi:bits=2", "flagrot-kivi:bits=2,mode=group", "flagrot-auto:bits=2,mode=key"])
+CENTRED = ["kivi:bits=2", "flagrot-kivi:bits=2,mode=group", "flagrot-auto:bits=2,mode=key", "fp8:center=on"]
+
+
+@pytest.mark.parametrize("spec", CENTRED)
 def test_channel_bias_costs_nothing_once_keys_are_centred(spec):
     """A constant of about 100 standard deviations in a few channels, taken out with the calibrated mean."""
     scheme, both = run(spec)
