@@ -58,7 +58,10 @@ def _measuring(scheme: Scheme) -> Scheme:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _weighted_error(scheme: Scheme, calib: Any, w: Array, k: Array) -> Array:
-    """``sum e^T W e`` over all keys for the whole K codec: what centering on and off are compared by."""
+    """``sum e^T W e`` over every fourth page for the whole K codec: what centering on and off are compared by.
+
+    The two sums are far apart wherever it matters, and this keeps a calibration within twice its forward pass.
+    """
 
     def head(calib: Any, w: Array, pages: Array) -> Array:
         def page(x: Array) -> Array:
@@ -67,7 +70,7 @@ def _weighted_error(scheme: Scheme, calib: Any, w: Array, k: Array) -> Array:
 
         return jnp.sum(jax.lax.map(page, pages, batch_size=16))
 
-    return jnp.sum(jax.vmap(head)(calib, w, pages_of(k)))
+    return jnp.sum(jax.vmap(head)(calib, w, pages_of(k)[:, ::4]))
 
 
 @functools.partial(jax.jit, static_argnums=0)

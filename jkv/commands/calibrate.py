@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 NAME = "calibrate"
 HELP = (
     "Measure a model once and keep what schemes need in a file. Without --text, the shipped calibration text; "
-    "without --scheme, decisions for the flagrot schemes at 2 to 4 bits and tables for ultra-tq."
+    "without --scheme, decisions for the flagrot schemes at 2 and 4 bits and tables for ultra-tq."
 )
 EXAMPLE = (
     "jkv calibrate demo -o calib.safetensors",
@@ -38,7 +38,6 @@ DEFAULT_SCHEMES = (
     "flagrot-kivi:bits=2,mode=group",
     "flagrot-kivi:bits=2,mode=fixed",
     "flagrot-kivi:bits=3,mode=group",
-    "flagrot-kivi:bits=3,mode=fixed",
     "flagrot-kivi:bits=4,mode=group",
     "flagrot-kivi:bits=4,mode=fixed",
     "flagrot-auto:bits=2,mode=key",
@@ -47,7 +46,7 @@ DEFAULT_SCHEMES = (
     "flagrot-auto:bits=4,mode=fixed",
     "ultra-tq",  # the tables fitted for it serve all of its settings
 )
-"""What a file decides for unless told otherwise: the formats people serve, both modes each."""
+"""What a file decides for unless told otherwise: the formats people serve. mode=group takes any number of bits."""
 PAGE = 32
 
 TextOption = Annotated[Path | None, typer.Option("--text", metavar="FILE", help="A UTF-8 text to measure on.")]
