@@ -26,23 +26,17 @@ def _scatter(pool: Array, block: Array, offset: Array, data: Array) -> Array:
     return lax.scatter(pool, at, data, _WINDOWS, mode=lax.GatherScatterMode.FILL_OR_DROP)
 
 
-def store_pages(
+def store(
     page: PageLayout, pages_per_block: int, pool: Array, block: Array, slot: Array, fields: pages.Fields
 ) -> Array:
-    """Write whole pages: ``fields[R, H, *field.shape]`` into page ``slot[R]`` of block ``block[R]``."""
-    for field in page.fields:
-        data = pages._as_bytes(fields[field.name]).reshape(*fields[field.name].shape[:2], field.nbytes)
-        pool = _scatter(pool, block, pages_per_block * field.offset + slot * field.nbytes, data)
-    return pool
+    """Write one entry per row into entry ``slot[R]`` of block ``block[R]`` of ``pool[N, H, bytes]``.
 
-
-def store_tokens(
-    page: PageLayout, pages_per_block: int, pool: Array, block: Array, slot: Array, fields: pages.Fields
-) -> Array:
-    """Write tokens of a per-token scheme: ``fields[R, H, 1, ...]`` at token ``slot[R]`` of block ``block[R]``."""
+    An entry is a whole page, ``fields[R, H, *field.shape]``, or a single token of a per-token scheme,
+    ``fields[R, H, 1, ...]``: entries of a field lie one after the other, so its size is the stride.
+    """
     for field in page.fields:
-        data = pages._as_bytes(fields[field.name]).reshape(*fields[field.name].shape[:2], field.token_nbytes)
-        pool = _scatter(pool, block, pages_per_block * field.offset + slot * field.token_nbytes, data)
+        data = pages._as_bytes(fields[field.name]).reshape(*fields[field.name].shape[:2], -1)
+        pool = _scatter(pool, block, pages_per_block * field.offset + slot * data.shape[-1], data)
     return pool
 
 

@@ -17,7 +17,7 @@ from jkv.cache import KVCache, LayerCache, sealed_tokens, take_mean
 from jkv.core import PAGE_TOKENS, Array
 from jkv.errors import JkvError
 from jkv.stages.floats import to_bf16
-from jkv.store import encode_heads, store_pages, store_tokens
+from jkv.store import encode_heads, store
 
 
 def settle(calib: Any, k: Array, v: Array, valid: Array) -> tuple[Array, Array, Array]:
@@ -74,7 +74,7 @@ def _write_pages(cache: KVCache, calib: Any, index: int, pool: Array, page: Arra
     rows = [jnp.moveaxis(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:]) for x in (k, v)]  # [B * P, H, 32, D]
     fields = encode_heads(cache.config.plan.layers[index], take_mean(calib)[1], *rows)
     slot = (token // PAGE_TOKENS).ravel()
-    return store_pages(cache.config.layout(index), cache.config.pages_per_block, pool, block.ravel(), slot, fields)
+    return store(cache.config.layout(index), cache.config.pages_per_block, pool, block.ravel(), slot, fields)
 
 
 def _write_tokens(cache: KVCache, calib: Any, index: int, pool: Array, token: Array, valid: Array, k: Array, v: Array):
@@ -83,7 +83,7 @@ def _write_tokens(cache: KVCache, calib: Any, index: int, pool: Array, token: Ar
     rows = [jnp.moveaxis(x, 1, 2).reshape(-1, x.shape[1], 1, x.shape[-1]) for x in (k, v)]
     fields = encode_heads(cache.config.plan.layers[index], take_mean(calib)[1], *rows)
     layout = cache.config.layout(index)
-    return store_tokens(layout, cache.config.pages_per_block, pool, block.ravel(), slot.ravel(), fields)
+    return store(layout, cache.config.pages_per_block, pool, block.ravel(), slot.ravel(), fields)
 
 
 def _sinks(old: LayerCache, length: Array, counts: Array, k: Array, v: Array) -> dict[str, Array]:
