@@ -1,0 +1,1 @@
+"""GPU kernels of jkv: Pallas, lowered through Triton, for NVIDIA and AMD."""

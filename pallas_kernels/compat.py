@@ -1,0 +1,327 @@
+"""The only module that touches private APIs of JAX: typed access to byte pools, inline assembly, Triton IR as text.
+
+Pallas gives a kernel one dtype per operand; a page of a KV cache holds many. :func:`load` and :func:`store` address an
+operand as *rows of bytes* and read any dtype at any offset of a row. Rows count in 64 bits, so a pool may be larger
+than 2 GiB without x64 mode. :func:`asm` is Triton's elementwise inline assembly with several results and a plain
+``jax.numpy`` form, which is what runs in interpret mode and wherever a platform has no assembly of its own.
+
+Everything here was checked with jax 0.10.2, 0.11.2 and 0.12.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import core as jax_core
+from jax._src.interpreters import mlir
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith
+from jax._src.lib.triton import dialect as tt
+from jax._src.pallas.triton import lowering as triton_lowering
+from jax._src.state import discharge as state_discharge
+from jax._src.state import types as state_types
+from jax.experimental.pallas import triton as plgpu
+
+Array = jax.Array
+
+# -- launch parameters ------------------------------------------------------------------------------------------------
+
+
+def compiler_params(num_warps: int, num_stages: int) -> Any:
+    """Parameters that select the Triton lowering in every supported version of JAX."""
+    return plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+
+
+def dot(a: Array, b: Array, *, trans_b: bool = False, precision: str | None = None) -> Array:
+    """``a @ b`` (or ``a @ b.T``) of two tiles, float32 result."""
+    return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+# -- rows of bytes ----------------------------------------------------------------------------------------------------
+
+_load_p = jax_core.Primitive("jkv_load")
+_store_p = jax_core.Primitive("jkv_store")
+_store_p.multiple_results = True
+
+
+def load(
+    ref: Any,
+    row: Any,
+    offset: Any,
+    index: Array,
+    dtype: Any,
+    *,
+    mask: Array | None = None,
+    other: float = 0,
+    evict: str | None = None,
+) -> Array:
+    """Elements ``index`` (a tile of int32) of the ``dtype`` array that starts ``offset`` bytes into row ``row``.
+
+    ``ref`` is a whole operand (``pl.BlockSpec(memory_space=pl.ANY)``) of any shape; a row is its last axis. ``offset``
+    must be a multiple of the item size. Elements where ``mask`` is false are ``other`` and are not read. ``evict`` is
+    Triton's eviction policy, ``"evict_first"`` for data that is read once.
+    """
+    args = [ref, jnp.int32(row), jnp.int32(offset), index]
+    if mask is not None:
+        args.append(jnp.broadcast_to(mask, index.shape))
+    return _load_p.bind(*args, dtype=np.dtype(dtype), other=other, evict=evict)
+
+
+def store(ref: Any, row: Any, offset: Any, index: Array, value: Array, *, mask: Array | None = None) -> None:
+    """Write ``value`` where :func:`load` with the same arguments and ``value.dtype`` would read; skip masked ones."""
+    args = [ref, jnp.int32(row), jnp.int32(offset), index, value]
+    if mask is not None:
+        args.append(jnp.broadcast_to(mask, index.shape))
+    _store_p.bind(*args)
+
+
+def _row_bytes(aval: Any) -> int:
+    return aval.shape[-1] * aval.dtype.itemsize
+
+
+@_load_p.def_effectful_abstract_eval
+def _load_abstract(ref: Any, row: Any, offset: Any, index: Any, *mask: Any, dtype: np.dtype, **_: Any) -> Any:
+    if _row_bytes(ref) % dtype.itemsize:
+        raise ValueError(f"rows of {_row_bytes(ref)} bytes hold no whole number of {dtype.name} elements")
+    return jax_core.ShapedArray(index.shape, dtype), {state_types.ReadEffect(0)}
+
+
+@_store_p.def_effectful_abstract_eval
+def _store_abstract(ref: Any, row: Any, offset: Any, index: Any, value: Any, *mask: Any) -> Any:
+    if index.shape != value.shape:
+        raise ValueError(f"index of shape {index.shape} does not address a value of shape {value.shape}")
+    return [], {state_types.WriteEffect(0)}
+
+
+def _pointers(ctx: Any, ref: Any, row: Any, offset: Any, index: Any, dtype: np.dtype) -> Any:
+    """Tile of typed pointers: base + row * row bytes + offset, then element ``index``."""
+    i64 = ir.IntegerType.get_signless(64)
+    stride = arith.constant(i64, _row_bytes(ctx.avals_in[0]))
+    row, offset, index = (
+        triton_lowering._ensure_ir_value(x, aval) for x, aval in zip((row, offset, index), ctx.avals_in[1:4])
+    )
+    start = arith.addi(arith.muli(arith.extsi(i64, row), stride), arith.extsi(i64, offset))
+    base_type = tt.PointerType(ref.type)
+    byte = tt.PointerType.get(ir.IntegerType.get_signless(8), base_type.address_space)
+    typed = tt.PointerType.get(_signless(dtype), base_type.address_space)
+    base = tt.addptr(byte, ref if ref.type == byte else tt.bitcast(byte, ref), start)
+    base = base if typed == byte else tt.bitcast(typed, base)
+    shape = ctx.avals_in[3].shape
+    tile = ir.RankedTensorType.get(shape, typed) if shape else typed
+    return tt.addptr(tile, triton_lowering._bcast_to(base, shape), index)
+
+
+def _signless(dtype: np.dtype) -> ir.Type:
+    if jnp.issubdtype(dtype, jnp.integer):
+        return ir.IntegerType.get_signless(dtype.itemsize * 8)
+    return mlir.dtype_to_ir_type(dtype)
+
+
+@triton_lowering.register_lowering(_load_p)
+def _load_lowering(ctx: Any, ref: Any, row: Any, offset: Any, index: Any, *mask: Any, dtype, other, evict):
+    ptr = _pointers(ctx, ref, row, offset, index, dtype)
+    filler = None
+    if mask:
+        mask = (triton_lowering._ensure_ir_value(mask[0], ctx.avals_in[4]),)
+        shape = ctx.avals_in[3].shape
+        element = _signless(dtype)
+        filler = triton_lowering._full(ir.RankedTensorType.get(shape, element) if shape else element, other)
+    return triton_lowering._load(ptr, mask=mask[0] if mask else None, other=filler, eviction_policy=evict)
+
+
+@triton_lowering.register_lowering(_store_p)
+def _store_lowering(ctx: Any, ref: Any, row: Any, offset: Any, index: Any, value: Any, *mask: Any):
+    ptr = _pointers(ctx, ref, row, offset, index, ctx.avals_in[4].dtype)
+    value = triton_lowering._ensure_ir_value(value, ctx.avals_in[4])
+    if mask:
+        mask = (triton_lowering._ensure_ir_value(mask[0], ctx.avals_in[5]),)
+    triton_lowering._store(ptr, value, mask=mask[0] if mask else None)
+    return []
+
+
+def _as_elements(ref: Array, dtype: np.dtype) -> Array:
+    """A whole operand as rows ``[R, row bytes / itemsize]`` of another dtype."""
+    flat = ref.reshape(-1, ref.shape[-1])
+    raw = flat if flat.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(flat, jnp.uint8)
+    raw = raw.reshape(flat.shape[0], -1)
+    if dtype == jnp.uint8:
+        return raw
+    parts = raw.reshape(raw.shape[0], -1, dtype.itemsize)
+    return jax.lax.bitcast_convert_type(parts if dtype.itemsize > 1 else parts[..., 0], dtype)
+
+
+def _from_elements(rows: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    raw = rows if rows.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(rows, jnp.uint8)
+    size = np.dtype(dtype).itemsize
+    raw = raw.reshape(*shape, size) if size > 1 else raw.reshape(shape)
+    return raw if dtype == jnp.uint8 else jax.lax.bitcast_convert_type(raw, dtype)
+
+
+def _discharge(primitive: Any) -> Callable[[Any], Any]:
+    """Register what interpret mode does with a reference: ``rule(*values) -> (new reference or None, result)``."""
+
+    def register(rule: Any) -> Any:
+        def discharge(*args: Any, **params: Any) -> Any:
+            # A context comes first from 0.11 on, input and output types before that.
+            values = args[2:] if jax.__version_info__ < (0, 11) else args[1:]
+            new, result = rule(*values, **params)
+            return (new, *(None,) * (len(values) - 1)), result
+
+        state_discharge.register_discharge_rule(primitive)(discharge)
+        return rule
+
+    return register
+
+
+@_discharge(_load_p)
+def _load_discharge(ref, row, offset, index, *mask, dtype, other, evict):
+    # A GPU reads only what the mask allows; here reading anything is harmless, and an index outside gives `other`.
+    rows = _as_elements(ref, dtype)
+    value = rows.at[row, offset // dtype.itemsize + index].get(mode="fill", fill_value=0)
+    if mask:
+        value = jnp.where(mask[0], value, jnp.asarray(other, dtype))
+    return None, value
+
+
+@_discharge(_store_p)
+def _store_discharge(ref, row, offset, index, value, *mask):
+    rows = _as_elements(ref, value.dtype)
+    at = offset // value.dtype.itemsize + index
+    if mask:
+        at = jnp.where(mask[0], at, rows.shape[1])
+    rows = rows.at[row, at].set(value, mode="drop")
+    return _from_elements(rows, ref.shape, ref.dtype), []
+
+
+# -- inline assembly --------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Assembly of one platform: the text (``$0``, ``$1``, ... results first) and LLVM's operand constraints."""
+
+    body: str
+    constraints: str
+
+
+_asm_p = jax_core.Primitive("jkv_asm")
+_asm_p.multiple_results = True
+
+
+def asm(
+    args: Sequence[Array],
+    dtypes: Sequence[Any],
+    plain: Callable[..., Sequence[Array]],
+    *,
+    ptx: Text | None = None,
+    gcn: Text | None = None,
+    pack: int = 1,
+) -> list[Array]:
+    """Elementwise function of tiles of one shape, one result per dtype.
+
+    ``plain`` is the same function in ``jax.numpy``: it runs in interpret mode, on the CPU, and in a kernel for a
+    platform without a text. ``pack`` elements go into one 32-bit register where their dtype is narrower.
+    """
+    out = tuple(np.dtype(d) for d in dtypes)
+    return _asm_p.bind(*args, dtypes=out, plain=plain, ptx=ptx, gcn=gcn, pack=pack)
+
+
+@_asm_p.def_abstract_eval
+def _asm_abstract(*avals: Any, dtypes: Any, **_: Any) -> Any:
+    if any(a.shape != avals[0].shape for a in avals):
+        raise ValueError(f"operands of inline assembly must have one shape, not {[a.shape for a in avals]}")
+    return [jax_core.ShapedArray(avals[0].shape, d) for d in dtypes]
+
+
+def _asm_plain(*args: Array, dtypes: Any, plain: Any, **_: Any) -> list[Array]:
+    return list(plain(*args))
+
+
+_asm_p.def_impl(_asm_plain)
+mlir.register_lowering(_asm_p, mlir.lower_fun(_asm_plain, multiple_results=True))
+
+
+@triton_lowering.register_lowering(_asm_p)
+def _asm_lowering(ctx: Any, *args: Any, dtypes: Any, plain: Any, ptx: Any, gcn: Any, pack: int):
+    text = ptx if ctx.context.platform == "cuda" else gcn
+    if text is None:
+        rule = triton_lowering.lower_fun(_asm_plain, multiple_results=True)
+        return rule(ctx, *args, dtypes=dtypes, plain=plain)
+    args = [triton_lowering._ensure_ir_value(x, aval) for x, aval in zip(args, ctx.avals_in)]
+    types = [
+        ir.RankedTensorType.get(a.shape, _signless(a.dtype)) if a.shape else _signless(a.dtype) for a in ctx.avals_out
+    ]
+    op = tt.ElementwiseInlineAsmOp(
+        types, text.body, constraints=text.constraints, pure=True, packed_element=pack, args=args
+    )
+    return list(op.results)
+
+
+# -- lowering without a device ----------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """One kernel as Triton IR text, with its launch parameters."""
+
+    name: str
+    text: str
+    grid: tuple[int, int, int]
+    num_warps: int
+    num_stages: int
+
+
+@contextlib.contextmanager
+def _pretend_device(platform: str) -> Iterator[None]:
+    """From 0.11 on, JAX asks for the device kind even where none is present."""
+    if jax.__version_info__ < (0, 11):
+        yield
+        return
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    kind = {"cuda": "NVIDIA H200", "rocm": "gfx950"}[platform]
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, platform))):
+        yield
+
+
+def lower(function: Callable[..., Any], *avals: Any, platform: str) -> list[Lowered]:
+    """Every Triton kernel inside ``jax.jit(function)``, lowered for ``"cuda"`` or ``"rocm"`` on any host.
+
+    The text is portable between the Triton releases that JAX and the ``triton`` wheel bundle; bytecode is not.
+    """
+    with _pretend_device(platform):
+        lowered = jax.jit(function).trace(*avals).lower(lowering_platforms=(platform,))
+    found: list[Lowered] = []
+
+    def walk(op: Any) -> None:
+        for region in op.regions:
+            for block in region.blocks:
+                for inner in block.operations:
+                    name = inner.operation.name
+                    if name == "stablehlo.custom_call" and "triton" in str(
+                        inner.operation.attributes["call_target_name"]
+                    ):
+                        found.append(_text_of(inner.operation.attributes["mhlo.backend_config"]))
+                    walk(inner.operation)
+
+    walk(lowered.compiler_ir("stablehlo").operation)
+    return found
+
+
+def _text_of(config: Any) -> Lowered:
+    entries = {entry.name: entry.attr for entry in config}
+    raw = entries["ir"]
+    code = raw.value_bytes if hasattr(raw, "value_bytes") else raw.value
+    context = mlir.make_ir_context()
+    with context:
+        tt.register_dialect(context)
+        text = ir.Module.parse(code).operation.get_asm(enable_debug_info=False)
+    number = {key: int(entries[key].value) for key in ("grid_x", "grid_y", "grid_z", "num_warps", "num_stages")}
+    grid = (number["grid_x"], number["grid_y"], number["grid_z"])
+    return Lowered(entries["name"].value, text, grid, number["num_warps"], number["num_stages"])
