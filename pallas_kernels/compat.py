@@ -104,7 +104,7 @@ def _pointers(ctx: Any, ref: Any, row: Any, offset: Any, index: Any, dtype: np.d
     i64 = ir.IntegerType.get_signless(64)
     stride = arith.constant(i64, _row_bytes(ctx.avals_in[0]))
     row, offset, index = (
-        triton_lowering._ensure_ir_value(x, aval) for x, aval in zip((row, offset, index), ctx.avals_in[1:4])
+        triton_lowering._ensure_ir_value(x, aval) for x, aval in zip((row, offset, index), ctx.avals_in[1:4], strict=True)
     )
     start = arith.addi(arith.muli(arith.extsi(i64, row), stride), arith.extsi(i64, offset))
     base_type = tt.PointerType(ref.type)
@@ -253,7 +253,7 @@ def _asm_lowering(ctx: Any, *args: Any, dtypes: Any, plain: Any, ptx: Any, gcn: 
     if text is None:
         rule = triton_lowering.lower_fun(_asm_plain, multiple_results=True)
         return rule(ctx, *args, dtypes=dtypes, plain=plain)
-    args = [triton_lowering._ensure_ir_value(x, aval) for x, aval in zip(args, ctx.avals_in)]
+    args = [triton_lowering._ensure_ir_value(x, aval) for x, aval in zip(args, ctx.avals_in, strict=True)]
     types = [
         ir.RankedTensorType.get(a.shape, _signless(a.dtype)) if a.shape else _signless(a.dtype) for a in ctx.avals_out
     ]
