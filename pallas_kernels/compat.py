@@ -99,13 +99,17 @@ def _store_abstract(ref: Any, row: Any, offset: Any, index: Any, value: Any, *ma
     return [], {state_types.WriteEffect(0)}
 
 
+def _values(ctx: Any, operands: Sequence[Any], first: int) -> list[Any]:
+    """Operands ``first``, ``first + 1``, ... as IR values; literals among them become constants."""
+    avals = ctx.avals_in[first : first + len(operands)]
+    return [triton_lowering._ensure_ir_value(x, aval) for x, aval in zip(operands, avals, strict=True)]
+
+
 def _pointers(ctx: Any, ref: Any, row: Any, offset: Any, index: Any, dtype: np.dtype) -> Any:
     """Tile of typed pointers: base + row * row bytes + offset, then element ``index``."""
     i64 = ir.IntegerType.get_signless(64)
     stride = arith.constant(i64, _row_bytes(ctx.avals_in[0]))
-    row, offset, index = (
-        triton_lowering._ensure_ir_value(x, aval) for x, aval in zip((row, offset, index), ctx.avals_in[1:4], strict=True)
-    )
+    row, offset, index = _values(ctx, (row, offset, index), 1)
     start = arith.addi(arith.muli(arith.extsi(i64, row), stride), arith.extsi(i64, offset))
     base_type = tt.PointerType(ref.type)
     byte = tt.PointerType.get(ir.IntegerType.get_signless(8), base_type.address_space)
@@ -199,6 +203,78 @@ def _store_discharge(ref, row, offset, index, value, *mask):
     return _from_elements(rows, ref.shape, ref.dtype), []
 
 
+_load_words_p = jax_core.Primitive("jkv_load_words")
+_load_words_p.multiple_results = True
+
+
+def load_words(ref: Any, row: Any, lane_offset: Array, at: int = 0, *, count: int = 1, width: int = 4) -> list[Array]:
+    """Per element of ``lane_offset``: ``count`` (1, 2 or 4) consecutive little-endian words as uint32 registers.
+
+    The address is ``row`` (as in :func:`load`) + ``lane_offset`` + ``at`` bytes, a multiple of ``count * width``; a
+    word has ``width`` bytes (2 or 4). One vector instruction on NVIDIA, where read-only data may bypass the first
+    cache; the kernel must not write what it reads this way.
+    """
+    return _load_words_p.bind(ref, jnp.int32(row), lane_offset, at=at, count=count, width=width)
+
+
+@_load_words_p.def_effectful_abstract_eval
+def _load_words_abstract(ref: Any, row: Any, lane_offset: Any, *, at: int, count: int, width: int) -> Any:
+    word = jax_core.ShapedArray(lane_offset.shape, np.dtype("uint32"))
+    return [word] * count, {state_types.ReadEffect(0)}
+
+
+@triton_lowering.register_lowering(_load_words_p)
+def _load_words_lowering(ctx: Any, ref: Any, row: Any, lane_offset: Any, *, at: int, count: int, width: int):
+    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    row, lane_offset = _values(ctx, (row, lane_offset), 1)
+    shape = ctx.avals_in[2].shape
+    if ctx.context.platform != "cuda":
+        return _load_words_portable(ctx, ref, row, lane_offset, at, count, width)
+    stride = arith.constant(i64, _row_bytes(ctx.avals_in[0]))
+    base = arith.addi(tt.ptr_to_int(i64, ref), arith.muli(arith.extsi(i64, row), stride))
+    tile = ir.RankedTensorType.get(shape, i64)
+    address = arith.addi(tt.splat(tile, base), arith.extsi(tile, lane_offset))
+    into = ", ".join(f"${i}" for i in range(count))
+    vector = {1: "", 2: ".v2", 4: ".v4"}[count]
+    text = f"ld.global.nc{vector}.u{8 * width} {{{into}}}, [${count}+{at}];"
+    if count == 1:
+        text = f"ld.global.nc.u{8 * width} $0, [$1+{at}];"
+    op = tt.ElementwiseInlineAsmOp(
+        [ir.RankedTensorType.get(shape, i32)] * count,
+        text,
+        constraints=",".join(["=r"] * count + ["l"]),
+        pure=True,
+        packed_element=1,
+        args=[address],
+    )
+    return list(op.results)
+
+
+def _load_words_portable(ctx: Any, ref: Any, row: Any, lane_offset: Any, at: int, count: int, width: int) -> list[Any]:
+    i32 = ir.IntegerType.get_signless(32)
+    word = np.dtype(f"int{8 * width}")
+    zero = arith.constant(i32, 0)
+    byte = ctx.replace(avals_in=[ctx.avals_in[0], ctx.avals_in[1], ctx.avals_in[1], ctx.avals_in[2]])
+    # `_pointers` counts elements; start from bytes and reinterpret.
+    tile = _pointers(byte, ref, row, zero, lane_offset, np.dtype("int8"))
+    space = tt.PointerType(ref.type).address_space
+    typed = ir.RankedTensorType.get(ctx.avals_in[2].shape, tt.PointerType.get(_signless(word), space))
+    found = []
+    for i in range(count):
+        step = triton_lowering._full(lane_offset.type, at + i * width)
+        value = tt.load(tt.bitcast(typed, tt.addptr(tile.type, tile, step)))
+        wide = ir.RankedTensorType.get(ctx.avals_in[2].shape, i32)
+        found.append(value if width == 4 else arith.extui(wide, value))
+    return found
+
+
+@_discharge(_load_words_p)
+def _load_words_discharge(ref, row, lane_offset, *, at, count, width):
+    rows = _as_elements(ref, np.dtype(f"uint{8 * width}"))
+    first = (lane_offset + at) // width
+    return None, [rows.at[row, first + i].get(mode="fill", fill_value=0).astype(jnp.uint32) for i in range(count)]
+
+
 # -- inline assembly --------------------------------------------------------------------------------------------------
 
 
@@ -253,7 +329,7 @@ def _asm_lowering(ctx: Any, *args: Any, dtypes: Any, plain: Any, ptx: Any, gcn: 
     if text is None:
         rule = triton_lowering.lower_fun(_asm_plain, multiple_results=True)
         return rule(ctx, *args, dtypes=dtypes, plain=plain)
-    args = [triton_lowering._ensure_ir_value(x, aval) for x, aval in zip(args, ctx.avals_in, strict=True)]
+    args = _values(ctx, args, 0)
     types = [
         ir.RankedTensorType.get(a.shape, _signless(a.dtype)) if a.shape else _signless(a.dtype) for a in ctx.avals_out
     ]
