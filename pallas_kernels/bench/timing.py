@@ -1,0 +1,107 @@
+"""How long work takes on the device, without what launching it costs.
+
+A *sample* is the difference between a long and a short run of the same compiled function, over the difference of their
+calls: what every run costs once cancels. Calls that are shorter than their own dispatch are chained inside one compiled
+function first, so that the device, not the host, sets the pace. The figure is the median of many samples.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]
+_SHORT_CALL = 400e-6  # calls below this many seconds are chained
+CHAIN = 16  # calls of one compiled function, where they are short
+
+
+class Timing(NamedTuple):
+    """Median seconds of one call, and the quartiles of the samples."""
+
+    seconds: float
+    low: float
+    high: float
+
+
+def summarize(samples: Sequence[float]) -> Timing:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
+    return Timing(middle, low, high)
+
+
+def time_jax(
+    step: Step, state: Any, shared: Any, inputs: Sequence[Any], *, repeats: int = 20, run_seconds: float = 0.02
+) -> tuple[Timing, Any]:
+    """Time ``step(state, shared, input) -> (state, output)`` over ``inputs`` in turn; returns the last state, too.
+
+    ``state`` is donated to each call, which is how a pool is written in place. ``shared`` is an operand like the
+    inputs: large arrays must not be captured, or they become constants of the executable. Only different inputs are
+    chained: of equal calls in one function the compiler keeps one.
+    """
+
+    def chain(state: Any, shared: Any, some: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        outs = []
+        for each in some:
+            state, out = step(state, shared, each)
+            outs.append(out)
+        return state, outs
+
+    compiled = jax.jit(chain, donate_argnums=0)
+    size, turn = 1, 0
+
+    def run(calls: int) -> float:
+        nonlocal state, turn
+        start = time.perf_counter()
+        out = None
+        for _ in range(calls):
+            some = tuple(inputs[(turn + i) % len(inputs)] for i in range(size))
+            turn += size
+            state, out = compiled(state, shared, some)
+        jax.block_until_ready((state, out))
+        return time.perf_counter() - start
+
+    run(2)
+    first = min(run(4) for _ in range(3)) / 4
+    if first < _SHORT_CALL and len(inputs) > 1:
+        size = min(CHAIN, len(inputs))
+        run(2)
+        first = min(run(4) for _ in range(3)) / 4
+    short = max(1, round(run_seconds / 4 / first))
+    return summarize([(run(5 * short) - run(short)) / (4 * short * size) for _ in range(repeats)]), state
+
+
+def time_torch(call: Callable[[int], Any], *, repeats: int = 20, run_seconds: float = 0.02) -> Timing:
+    """Time ``call(i)``, work on torch's current stream, with CUDA events around runs of it."""
+    import torch
+
+    def run(calls: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for i in range(calls):
+            call(i)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / calls
+
+    run(3)
+    calls = max(2, round(run_seconds / max(run(4), 1e-6)))
+    return summarize([run(calls) for _ in range(repeats)])
+
+
+def copy_bandwidth(size: int = 1 << 31) -> float:
+    """Bytes a second of a device-to-device copy of ``size`` bytes, bytes read plus bytes written."""
+    x = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
+    taken, _ = time_jax(lambda state, x, _: (state, jnp.copy(x)), (), x, [()])
+    return 2 * size / taken.seconds
+
+
+def matmul_rate(size: int = 8192) -> float:
+    """Floating-point operations a second of a BF16 matrix product of random ``size x size`` matrices."""
+    a, b = (jax.random.normal(jax.random.key(i), (size, size), jnp.bfloat16) for i in range(2))
+    taken, _ = time_jax(lambda state, ab, _: (state, ab[0] @ ab[1]), (), (a, b), [()])
+    return 2 * size**3 / taken.seconds
