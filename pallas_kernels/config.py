@@ -59,7 +59,7 @@ class DecodeConfig:
                 )
         if not isinstance(self.num_splits, int) or not 0 <= self.num_splits <= 1024:
             raise JkvError(
-                f"num_splits={self.num_splits!r} is not allowed; num_splits must be an integer from 0 (automatic) to 1024"
+                f"num_splits={self.num_splits!r} is not allowed; it must be an integer from 0 (automatic) to 1024"
             )
 
 

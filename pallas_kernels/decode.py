@@ -30,3 +30,289 @@ Returns, for S = ``config.num_splits``:
 
 How tokens are divided among splits is the kernel's own business; it must be balanced for any length.
 """
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jkv.core import PAGE_TOKENS, SEGMENT, Array, Packed, Scheme
+from jkv.page import PageLayout
+from pallas_kernels import compat
+from pallas_kernels.config import DecodeConfig, tile_tokens
+from pallas_kernels.geometry import Geometry, Window, geometry, iota, load_flags, load_side, strided
+from pallas_kernels.options import LOG2_E, AttentionOptions
+from pallas_kernels.tables import HeadArrays, arrays_read, spec_of
+
+NOTHING = -1e30  # a maximum over no scores: finite, so that differences of two of them are not NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """Everything about one launch that the kernel body is compiled for."""
+
+    scheme: Scheme
+    geo: Geometry
+    k_form: str
+    v_form: str
+    num_kv_heads: int
+    copies: int
+    rows: int
+    row_tile: int
+    splits: int
+    factor: float
+    softcap: float | None
+    by_row: bool
+    k_arrays: tuple[str, ...]
+    v_arrays: tuple[str, ...]
+
+
+def split_attention(
+    scheme: Scheme,
+    calib: Any,
+    copies: Array,
+    pool: Array,
+    block_table: Array,
+    stored: Array,
+    first: Array,
+    *,
+    page_layout: PageLayout,
+    pages_per_block: int,
+    config: DecodeConfig,
+    options: AttentionOptions,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    """Attention of every split of a row's stored tokens: ``(o, m, l)`` as the module says."""
+    batch, heads, count, rows, dim = copies.shape
+    geo = geometry(scheme, page_layout, dim, pages_per_block, tile_tokens(config, pages_per_block))
+    row_tile, splits = _row_tile(rows, dim), config.num_splits
+    row_tiles = pl.cdiv(rows, row_tile)
+    parts = [Packed(*_abstract(side)) for side in (geo.k, geo.v)]
+    tables = {
+        side: arrays_read(codec.read, calib[side], part)
+        for side, codec, part in zip("kv", (scheme.k, scheme.v), parts, strict=True)
+    }
+    arrays = [array for table in tables.values() for array in table.values()]
+    static = _Static(
+        scheme=scheme,
+        geo=geo,
+        k_form=_form(scheme, "k", geo),
+        v_form=_form(scheme, "v", geo),
+        num_kv_heads=heads,
+        copies=count,
+        rows=rows,
+        row_tile=row_tile,
+        splits=splits,
+        factor=options.query_factor(dim),
+        softcap=options.softcap,
+        by_row=first.ndim == 2,
+        k_arrays=tuple(tables["k"]),
+        v_arrays=tuple(tables["v"]),
+    )
+    # A row's lowest and highest first token: between the highest and the end no token needs a mask.
+    edges = [jnp.min(first, axis=1), jnp.max(first, axis=1)] if first.ndim == 2 else [first, first]
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    parallel = batch * heads * splits
+    o, m, l = pl.pallas_call(
+        functools.partial(_kernel, static),
+        name="decode",
+        grid=(batch, heads, splits * row_tiles),
+        in_specs=[whole] * (7 if static.by_row else 6) + [spec_of(array, lambda b, h, s: h) for array in arrays],
+        out_specs=[whole] * 3,
+        out_shape=[
+            jax.ShapeDtypeStruct((parallel, rows * dim), jnp.float32),
+            jax.ShapeDtypeStruct((parallel, rows), jnp.float32),
+            jax.ShapeDtypeStruct((parallel, rows), jnp.float32),
+        ],
+        compiler_params=compat.compiler_params(config.num_warps, config.num_stages),
+        interpret=interpret,
+    )(
+        copies.reshape(batch * heads * count, rows * dim),
+        pool,
+        block_table,
+        stored,
+        *edges,
+        *([first] if static.by_row else []),
+        *arrays,
+    )
+    lead = (batch, heads, splits, rows)
+    return o.reshape(*lead, dim), m.reshape(lead), l.reshape(lead)
+
+
+def _row_tile(rows: int, dim: int) -> int:
+    """Query rows of one program: a power of two from 16, the least that matrix cores take."""
+    most = 64 if dim <= 128 else 32
+    return min(max(16, 1 << (rows - 1).bit_length()), most)
+
+
+def _abstract(parts: Any) -> tuple[Any, dict[str, Any]]:
+    """One page of a side, as shapes."""
+    shapes = {part.name: jax.ShapeDtypeStruct(part.shape, part.field.dtype) for part in parts}
+    return shapes.pop("codes"), shapes
+
+
+def _form(scheme: Scheme, side: str, geo: Geometry) -> str:
+    """``"bf16"`` or ``"fp8"`` where the stored bytes are the values themselves (times one factor), else ``"codec"``."""
+    names = scheme.name.split("/")
+    name, parts = (names[0], geo.k) if side == "k" else (names[-1], geo.v)
+    return name if name in ("bf16", "fp8") and len(parts) == 1 else "codec"
+
+
+def _values(form: str, codec: Any, calib: Any, packed: Packed, tokens: int) -> Array:
+    """A tile of K or V as a matrix operand ``[tokens, width]``, without the factor that an FP8 scheme may have."""
+    if form == "bf16":
+        return packed.codes
+    if form == "fp8":
+        return lax.bitcast_convert_type(packed.codes, jnp.float8_e4m3fn).astype(jnp.float16)
+    x = codec.read(calib, packed).astype(jnp.float16)
+    return x.reshape(tokens, x.shape[-1])
+
+
+def _factor(form: str, calib: Any) -> Any:
+    return calib["fp8_scale"] if form == "fp8" and "fp8_scale" in calib else None
+
+
+def _kernel(static: _Static, *refs: Any) -> None:
+    """One program: one row of the batch, one KV head, one split, one tile of query rows."""
+    geo, scheme, row_tile = static.geo, static.scheme, static.row_tile
+    copies_ref, pool, table, stored_ref, low_ref, high_ref, *rest = refs
+    *rest, o_ref, m_ref, l_ref = rest
+    first_ref = rest.pop(0) if static.by_row else None
+    names = len(static.k_arrays)
+    k_calib = HeadArrays(dict(zip(static.k_arrays, rest[:names], strict=True)))
+    v_calib = HeadArrays(dict(zip(static.v_arrays, rest[names:], strict=True)))
+    batch, head, program = (pl.program_id(axis) for axis in range(3))
+    split, tile = lax.rem(program, static.splits), lax.div(program, jnp.int32(static.splits))
+    row = tile * row_tile + iota((row_tile,), 0)
+    pair = batch * static.num_kv_heads + head
+    queries = _load_queries(static, copies_ref, pair, row, _factor(static.k_form, k_calib))
+    stored, low, high = (ref[batch] for ref in (stored_ref, low_ref, high_ref))
+    first = compat.load(first_ref, batch, 0, row, jnp.int32, mask=row < static.rows) if static.by_row else low
+
+    def step(number: Array, carry: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
+        m, l, outs = carry
+        block = table[batch, lax.div(number, jnp.int32(geo.tiles_per_block))]
+        position = number * geo.tokens + iota((geo.tokens,), 0)
+        at = Window(
+            pool=pool,
+            row=block * static.num_kv_heads + head,
+            tile=lax.rem(number, jnp.int32(geo.tiles_per_block)),
+            seen=(position >= low) & (position < stored) if masked else None,
+        )
+        scores = _scores(static, queries, k_calib, at)
+        if masked:
+            visible = at.seen[None, :]
+            if static.by_row:
+                visible = visible & (position[None, :] >= first[:, None])
+            scores = jnp.where(visible, scores, -jnp.inf)
+        top = jnp.maximum(m, jnp.max(scores, axis=1))
+        shrink = jnp.exp2(m - top)
+        p = jnp.exp2(scores - top[:, None])
+        l = l * shrink + jnp.sum(p, axis=1)
+        weights = p.astype(jnp.bfloat16 if static.v_form == "bf16" else jnp.float16)
+        new = []
+        for piece, out in enumerate(outs):
+            values = _values(static.v_form, scheme.v, v_calib, load_side(geo, "v", piece, at), geo.tokens)
+            new.append(out * shrink[:, None] + compat.dot(weights, values))
+        return top, l, tuple(new)
+
+    carry: Any = (
+        jnp.full((row_tile,), NOTHING, jnp.float32),
+        jnp.zeros((row_tile,), jnp.float32),
+        tuple(jnp.zeros((row_tile, geo.width), jnp.float32) for _ in range(geo.pieces)),
+    )
+    begin, end = _share(static, low, stored, split)
+    # Tiles that lie between the highest first token and the end need no mask; the few others follow.
+    clear = jnp.clip(lax.div(high + (geo.tokens - 1), jnp.int32(geo.tokens)), begin, end)
+    cut = jnp.clip(lax.div(stored, jnp.int32(geo.tokens)), clear, end)
+    carry = lax.fori_loop(clear, cut, functools.partial(step, masked=False), carry)
+    before = clear - begin
+
+    def rest_of(number: Array, carry: Any) -> Any:
+        return step(jnp.where(number < before, begin + number, cut + number - before), carry, True)
+
+    m, l, outs = lax.fori_loop(0, before + end - cut, rest_of, carry)
+    _store(
+        static, (o_ref, m_ref, l_ref), pair * static.splits + split, row, m, l, outs, _factor(static.v_form, v_calib)
+    )
+
+
+def _share(static: _Static, low: Array, stored: Array, split: Array) -> tuple[Array, Array]:
+    """The tiles of one split: an even part of those that hold tokens from ``low`` to ``stored``."""
+    tokens = jnp.int32(static.geo.tokens)
+    start = lax.div(low, tokens)
+    tiles = jnp.maximum(lax.div(stored + (tokens - 1), tokens) - start, 0)
+    each = lax.div(tiles + (static.splits - 1), jnp.int32(static.splits))
+    begin = start + jnp.minimum(split * each, tiles)
+    return begin, start + jnp.minimum((split + 1) * each, tiles)
+
+
+def _load_queries(static: _Static, ref: Any, pair: Array, row: Array, factor: Any) -> list[list[Array]]:
+    """Query tiles ``[row_tile, width]`` by piece and copy, as the dtype that keys are multiplied in.
+
+    BF16 keys want the query as it was before it was scaled: then products are exact, and scores are scaled instead.
+    """
+    geo, dtype = static.geo, jnp.bfloat16 if static.k_form == "bf16" else jnp.float16
+    shape = (static.row_tile, geo.width)
+    mask = jnp.broadcast_to((row < static.rows)[:, None], shape)
+    found = []
+    for piece in range(geo.pieces):
+        index = row[:, None] * geo.head_dim + strided(shape, (0, 1), piece * geo.width)
+        tiles = [
+            compat.load(ref, pair * static.copies + copy, 0, index, jnp.float32, mask=mask)
+            for copy in range(static.copies)
+        ]
+        if static.k_form == "bf16":
+            tiles = [tile * (1.0 / static.factor) for tile in tiles]
+        elif factor is not None:
+            tiles = [tile * factor for tile in tiles]
+        if static.copies == 3:
+            raw, segment, whole = tiles
+            tiles = [raw, segment - raw, whole]
+        found.append([tile.astype(dtype) for tile in tiles])
+    return found
+
+
+def _scores(static: _Static, queries: list[list[Array]], calib: Any, at: Window) -> Array:
+    """Base-2 scores ``[row_tile, tokens]`` of a tile of keys.
+
+    Under flags a segment that was rotated adds (rotated - raw query) . key to the raw score, and a key that was rotated
+    with its whole head takes the third copy's score.
+    """
+    geo = static.geo
+    plain: Any = 0.0
+    turned: Any = 0.0
+    head = None
+    for piece, copies in enumerate(queries):
+        packed = load_side(geo, "k", piece, at)
+        keys = _values(static.k_form, static.scheme.k, calib, packed, geo.tokens)
+        plain = plain + compat.dot(copies[0], keys, trans_b=True)
+        if static.copies == 3:
+            segment, head = load_flags(static.scheme, geo, piece, packed, at)
+            own = jnp.where(segment, keys, jnp.zeros_like(keys))
+            plain = plain + compat.dot(copies[1], own, trans_b=True)
+            turned = turned + compat.dot(copies[2], keys, trans_b=True)
+    if head is not None:
+        plain = jnp.where(head[None, :], turned, plain)
+    if static.k_form == "bf16":
+        plain = plain * static.factor
+    if static.softcap:
+        plain = jnp.tanh(plain * (1.0 / static.softcap)) * (static.softcap * LOG2_E)
+    return plain
+
+
+def _store(static: _Static, refs: Any, at: Array, row: Array, m: Array, l: Array, outs: Any, factor: Any) -> None:
+    geo, mask = static.geo, row < static.rows
+    o_ref, m_ref, l_ref = refs
+    shape = (static.row_tile, geo.width)
+    for piece, out in enumerate(outs):
+        index = row[:, None] * geo.head_dim + strided(shape, (0, 1), piece * geo.width)
+        compat.store(o_ref, at, 0, index, out if factor is None else out * factor, mask=mask[:, None])
+    compat.store(m_ref, at, 0, row, m, mask=mask)
+    compat.store(l_ref, at, 0, row, l, mask=mask)

@@ -57,6 +57,6 @@ def check_options(options: AttentionOptions, scheme: Scheme, num_q_heads: int) -
     for name in ("softcap", "sink_logits"):
         if getattr(options, name) is not None and scheme.center != "off":
             raise JkvError(
-                f"{name} is not possible with scheme {scheme.spec!r}: its keys are centred, which moves all scores of a "
-                f"query by one number, and {name} does not ignore that; use center=off"
+                f"{name} is not possible with scheme {scheme.spec!r}: centring keys moves all scores of a query by "
+                f"one number, and {name} does not ignore that; use center=off"
             )
