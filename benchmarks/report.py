@@ -1,4 +1,4 @@
-"""Write the measured tables of README.md and docs/quality.md from the committed results.
+"""Write the measured tables of README.md, docs/quality.md and docs/performance.md from the committed results.
 
     python benchmarks/report.py [--check]
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jkv.evaluate.table import markdown
+from pallas_kernels.bench.markdown import document
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -84,6 +85,16 @@ def ablation_table() -> str:
     return "\n".join([*lines, "", _source(found, found["demo"])])
 
 
+def bench_table() -> str:
+    if not (RESULTS / "bench.json").exists():
+        return "Not measured yet."
+    found = load("bench")
+    copy, compute = found["copy_bandwidth"] / 1e12, found["matmul_rate"] / 1e12
+    roofs = f"In the same run: copy {copy:.2f} TB/s, BF16 matmul {compute:.0f} Tflop/s."
+    source = f"Measured with `{found['command']}` on {machine(found['versions'] | found)}, {found['date']}."
+    return "\n\n".join([document(found), f"{roofs} {source}"])
+
+
 def _source(found: dict[str, Any], demo: dict[str, Any]) -> str:
     return f"Measured with `{found['command']}` on {machine(demo['versions'])}, {found['date']}."
 
@@ -91,6 +102,7 @@ def _source(found: dict[str, Any], demo: dict[str, Any]) -> str:
 TABLES = {
     "README.md": {"compare": compare_table},
     "docs/quality.md": {"bars": bars_table, "rows": rows_table, "ablation": ablation_table},
+    "docs/performance.md": {"bench": bench_table},
 }
 
 

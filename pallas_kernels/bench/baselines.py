@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pallas_kernels.bench.cases import BenchCase
+from pallas_kernels.bench.result import reason
 from pallas_kernels.bench.timing import Timing, time_torch
 
 _CACHE_BYTES = 256 << 20  # inputs that take turns exceed this, so none is read from the L2
@@ -35,22 +36,29 @@ class Outcome(NamedTuple):
     why: str
 
 
+def missing(baseline: Baseline) -> str:
+    """Why a baseline cannot run here at all, or an empty string."""
+    if importlib.util.find_spec(baseline.module) is None:
+        return f"{baseline.module} is not installed"
+    try:
+        import torch
+
+        return "" if torch.cuda.is_available() else "torch sees no GPU"
+    except Exception as error:  # a broken installation
+        return f"torch cannot be used: {error}"
+
+
 def measure(baseline: Baseline, case: BenchCase) -> Outcome:
     """Time one baseline at the shape of ``case``; whatever goes wrong becomes a sentence."""
     try:
-        if importlib.util.find_spec(baseline.module) is None:
-            return Outcome(None, f"{baseline.module} is not installed")
         import torch
 
-        if not torch.cuda.is_available():
-            return Outcome(None, "torch sees no GPU")
         try:
             return Outcome(baseline.measure(case), "")
         finally:
             torch.cuda.empty_cache()
     except Exception as error:  # other people's packages may raise anything, and a benchmark has to go on
-        lines = str(error).splitlines()
-        return Outcome(None, f"failed: {type(error).__name__}: {lines[0] if lines else ''}".rstrip(": "))
+        return Outcome(None, reason(error))
 
 
 def _sets(case: BenchCase) -> int:

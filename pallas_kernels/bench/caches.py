@@ -19,7 +19,6 @@ from jkv.page import layout
 from jkv.registry import parse
 from jkv.stages.floats import magnitude
 from jkv.store import encode_heads
-
 from pallas_kernels.bench.cases import BenchCase
 
 _STORED_QUERIES = 64

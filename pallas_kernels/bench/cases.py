@@ -99,14 +99,19 @@ def write_bytes(scheme: str, tokens: int, num_kv_heads: int, head_dim: int) -> i
 
 
 def product(
-    scheme: str, contexts: Sequence[int], batches: Sequence[int], heads: Sequence[tuple[int, int]], head_dim: int
+    scheme: str,
+    contexts: Sequence[int],
+    batches: Sequence[int],
+    heads: Sequence[tuple[int, int]],
+    head_dim: int,
+    block_tokens: int = 64,
 ) -> list[BenchCase]:
     """Every combination."""
     combinations = itertools.product(heads, batches, contexts)
-    return [BenchCase(scheme, batch, context, *pair, head_dim) for pair, batch, context in combinations]
+    return [BenchCase(scheme, batch, context, *pair, head_dim, block_tokens) for pair, batch, context in combinations]
 
 
-def star(scheme: str, head_dim: int = CENTRE[3]) -> list[BenchCase]:
+def star(scheme: str, head_dim: int = CENTRE[3], block_tokens: int = 64) -> list[BenchCase]:
     """The centre, then one thing varied at a time: context, batch, GQA ratio; last, one long sequence alone."""
     batch, context, heads, _ = CENTRE
     shapes = [
@@ -116,4 +121,4 @@ def star(scheme: str, head_dim: int = CENTRE[3]) -> list[BenchCase]:
         *((batch, context, other) for other in HEADS),
         (1, CONTEXTS[-1], heads),
     ]
-    return [BenchCase(scheme, b, c, *pair, head_dim) for b, c, pair in dict.fromkeys(shapes)]
+    return [BenchCase(scheme, b, c, *pair, head_dim, block_tokens) for b, c, pair in dict.fromkeys(shapes)]

@@ -69,3 +69,9 @@ def document(command: str, **parts: Any) -> dict[str, Any]:
         "versions": versions(),
         **parts,
     }
+
+
+def reason(error: Exception) -> str:
+    """One line of an error, for a row that has no figure."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300].rstrip(": ")

@@ -8,10 +8,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _DECODE = ("scheme", "kernel", "ms", "MB", "of copy", "vs bf16", "vs fp8")
-_WRITE = ("scheme", "kernel", "tokens", "KV heads", "head_dim", "µs", "MB", "of copy", "vs bf16", "vs fp8")
+_WRITE = ("scheme", "µs", "MB", "of copy", "vs bf16", "vs fp8")
 _ORDER = ("head_dim", "num_q_heads", "num_kv_heads", "batch", "context")
-_CORRECT = ("scheme", "what", "head_dim", "measured", "allowed", "")
-_TEXT = 2  # leading columns that are text
+_CORRECT = ("scheme", "check", "head_dim", "measured", "allowed", "verdict")
+_TEXT = ("scheme", "kernel", "check", "verdict")  # columns that are words
 _WIDE = 100  # columns of a terminal that takes the usual specs in one line
 
 Cells = tuple[tuple[str, ...], list[list[str]]]
@@ -48,23 +48,42 @@ def decode_cells(rows: list[dict[str, Any]]) -> Cells:
     return _DECODE, [[row["scheme"], row["kernel"], *_figures(row, 1, 3)] for row in rows]
 
 
+def by_write(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of one kernel and size together, slowest first, under a title."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: (row["kernel"] != "write", row["tokens"], -row["time_ms"])):
+        title = f"{row['kernel']} {row['tokens']:,} tokens, {row['num_kv_heads']} KV heads, head_dim {row['head_dim']}"
+        groups.setdefault(title, []).append(row)
+    return groups
+
+
 def write_cells(rows: list[dict[str, Any]]) -> Cells:
-    """Headers and formatted rows of the write part."""
-    lines = []
-    for row in rows:
-        shape = [f"{row['tokens']:,}", str(row["num_kv_heads"]), str(row["head_dim"])]
-        lines.append([row["scheme"], row["kernel"], *shape, *_figures(row, 1e3, 1)])
-    return _WRITE, lines
+    """Headers and formatted rows of one kernel and size."""
+    return _WRITE, [[row["scheme"], *_figures(row, 1e3, 1)] for row in rows]
 
 
 def correctness_cells(rows: list[dict[str, Any]]) -> Cells:
     """Headers and formatted rows of the correctness part."""
     lines = []
     for row in rows:
-        measured = row["error"] if row["measured"] is None else f"{row['measured']:.3g}"
+        measured = "error" if row["measured"] is None else f"{row['measured']:.3g}"
         verdict = "holds" if row["holds"] else "FAILS"
         lines.append([row["scheme"], row["what"], str(row["head_dim"]), measured, f"{row['allowed']:g}", verdict])
     return _CORRECT, lines
+
+
+def error_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """One line for every check that raised."""
+    return [f"error: {row['scheme']}, {row['what']}: {row['error']}" for row in rows if row["error"]]
+
+
+def skipped_lines(skipped: list[dict[str, Any]]) -> list[str]:
+    """One line for everything that has no figure, and why."""
+    lines = []
+    for item in skipped:
+        shape = "" if item["shape"] is None else " at " + " x ".join(map(str, item["shape"]))
+        lines.append(f"not measured: {item['scheme']} {item['kernel']}".rstrip() + f"{shape}: {item['why']}")
+    return lines
 
 
 def table(cells: Cells, title: str, width: int) -> Table:
@@ -74,8 +93,8 @@ def table(cells: Cells, title: str, width: int) -> Table:
 
     headers, lines = cells
     made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
-    for index, header in enumerate(headers):
-        text = index < _TEXT or not header
+    for header in headers:
+        text = header in _TEXT
         made.add_column(
             header,
             justify="left" if text else "right",
@@ -93,6 +112,6 @@ def table(cells: Cells, title: str, width: int) -> Table:
 def markdown(cells: Cells) -> str:
     """The same table in Markdown."""
     headers, lines = cells
-    rule = ["---" if index < _TEXT or not header else "---:" for index, header in enumerate(headers)]
+    rule = ["---" if header in _TEXT else "---:" for header in headers]
     body = [[f"`{line[0]}`", *line[1:]] for line in lines]
     return "\n".join("| " + " | ".join(line) + " |" for line in (headers, rule, *body))
