@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jkv.core import PAGE_TOKENS, SEGMENT, Array, Packed, Scheme
+from jkv.core import Array, Packed, Scheme
 from jkv.page import PageLayout
 from pallas_kernels import compat
 from pallas_kernels.config import DecodeConfig, tile_tokens

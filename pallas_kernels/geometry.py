@@ -1,8 +1,8 @@
 """From a page layout to typed tiles: which elements of a field a kernel loads for some tokens of one block.
 
 Tiles must have a power of two of elements. A head_dim that is no power of two is read in *pieces* of its largest
-power-of-two divisor: words are packed, scales grouped and heads rotated by that divisor anyway, so a piece of a field is
-what the same scheme stores for a head of that size.
+power-of-two divisor: words are packed, scales grouped and heads rotated by that divisor anyway, so a piece of a field
+is what the same scheme stores for a head of that size.
 """
 
 from __future__ import annotations
