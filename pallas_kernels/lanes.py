@@ -27,6 +27,11 @@ E4M3_UNIT = 2.0**-8  # what :func:`e4m3` makes of the value 1
 _STEPS = 11  # low bits of a float16 that count steps of 2**-24
 
 
+def float16(bits: Array) -> Array:
+    """uint16 bits as float16."""
+    return lax.bitcast_convert_type(bits, jnp.float16)
+
+
 # -- integer codes ----------------------------------------------------------------------------------------------------
 
 
@@ -69,7 +74,7 @@ def _integers(words: Array, bits: int, shift: int, bit: int) -> Array:
     mask = (2**bits - 1) << bit
 
     def plain(words: Array) -> Sequence[Array]:
-        return [_float16((words >> jnp.uint16(shift)) & jnp.uint16(mask))]
+        return [float16((words >> jnp.uint16(shift)) & jnp.uint16(mask))]
 
     ptx = f"and.b32 $0, $1, {_twice(mask)};"
     gcn = [f"v_and_b32 $0, {_twice(mask)}, $1"]
@@ -86,7 +91,7 @@ def _three_bits(words: Array, high: Array, shift: int, bit: int, high_bit: int) 
 
     def plain(words: Array, high: Array) -> Sequence[Array]:
         moved = high << jnp.uint16(left) if left >= 0 else high >> jnp.uint16(-left)
-        return [_float16(((words >> jnp.uint16(shift)) & jnp.uint16(mask)) | (moved & jnp.uint16(top)))]
+        return [float16(((words >> jnp.uint16(shift)) & jnp.uint16(mask)) | (moved & jnp.uint16(top)))]
 
     way = "shl" if left >= 0 else "shr"
     ptx = f"{{ .reg .b32 t, u; shr.u32 t, $1, {shift}; and.b32 t, t, {_twice(mask)}; "
@@ -109,7 +114,7 @@ def e2m1(codes: Array, odd: bool) -> Array:
 
     def plain(codes: Array) -> Sequence[Array]:
         nibble = codes.astype(jnp.uint16) >> jnp.uint16(4 if odd else 0)
-        return [_float16(((nibble & jnp.uint16(8)) << jnp.uint16(12)) | ((nibble & jnp.uint16(7)) << jnp.uint16(9)))]
+        return [float16(((nibble & jnp.uint16(8)) << jnp.uint16(12)) | ((nibble & jnp.uint16(7)) << jnp.uint16(9)))]
 
     # Bytes go to the high ends of halves; sign, exponent and mantissa then move to where a float16 has them.
     ptx, gcn = "{ .reg .b32 a, t, u;", []
@@ -163,7 +168,7 @@ def look_up(words: Array, half: int, tables: Sequence[Array]) -> list[Array]:
                 low = (tables[level // 4] >> at) & jnp.uint32(0xFF)
                 high = (tables[4 + level // 4] >> at) & jnp.uint32(0xFF)
                 bits = jnp.where(code == jnp.uint32(level), low | (high << jnp.uint32(8)), bits)
-            planes.append(_float16(bits.astype(jnp.uint16)))
+            planes.append(float16(bits.astype(jnp.uint16)))
         return planes
 
     ptx, gcn = _ptx(_look_up_ptx(), 4, 17), _gcn(_look_up_gcn(), 4, 17)
@@ -222,14 +227,15 @@ def e4m3(byte: Array, *, magnitude: bool = False) -> Array:
     """
     wide = byte.astype(jnp.uint16)
     bits = (wide & jnp.uint16(0x7F)) << jnp.uint16(7)
-    return _float16(bits if magnitude else bits | ((wide & jnp.uint16(0x80)) << jnp.uint16(8)))
+    return float16(bits if magnitude else bits | ((wide & jnp.uint16(0x80)) << jnp.uint16(8)))
+
+
+def ue8m0(byte: Array) -> Array:
+    """UE8M0 bytes (uint32) as float32 powers of two; byte 0 is 0."""
+    return lax.bitcast_convert_type(byte << jnp.uint32(23), jnp.float32)
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
-
-
-def _float16(bits: Array) -> Array:
-    return lax.bitcast_convert_type(bits, jnp.float16)
 
 
 def _twice(value: int) -> str:

@@ -72,7 +72,7 @@ def _kernel(function, results: int, *refs) -> None:
 
 
 def _call(name: str, interpret: bool):
-    function, operands, want = _cases()[name]
+    function, _, want = _cases()[name]
     shape = jax.ShapeDtypeStruct(want[0].shape, jnp.float16)
     return pl.pallas_call(
         functools.partial(_kernel, function, len(want)),

@@ -1,0 +1,217 @@
+"""Lane kernels: the split kernel for layouts whose generic form is bound by unpacking.
+
+The contract is that of :mod:`pallas_kernels.decode`. What differs is that codes are never turned into numbers one by
+one: they are masked out of their words two at a time (:mod:`pallas_kernels.lanes`), and scales, offsets, rotations and
+centring act on what surrounds a matrix product. These kernels are written in tiles and run on NVIDIA and AMD alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jkv import page as pages
+from jkv.core import PAGE_TOKENS, Array, FlagPlacement, Scheme
+from jkv.page import PageLayout
+from pallas_kernels import compat, lanes
+from pallas_kernels import lane_decode_keys as keys
+from pallas_kernels import lane_decode_values as values
+from pallas_kernels.config import DecodeConfig, tile_tokens
+from pallas_kernels.decode import NOTHING
+from pallas_kernels.geometry import iota, strided
+from pallas_kernels.lane_decode_layout import LANES, Side, Tile, checked_sides, is_signed, sides
+from pallas_kernels.options import LOG2_E, AttentionOptions
+
+
+def supports(scheme: Scheme, head_dim: int) -> bool:
+    """Whether a lane kernel reads the pages of ``scheme``: integers of 2 to 4 bits, a 16-level table, or MXFP4."""
+    if scheme.simulate is not None or head_dim not in (64, 128, 256):
+        return False
+    return sides(scheme, pages.layout(scheme, head_dim), head_dim) is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """Everything about one launch that the kernel body is compiled for."""
+
+    k: Side
+    v: Side
+    flags: FlagPlacement
+    num_kv_heads: int
+    pages_per_block: int
+    tokens: int
+    copies: int
+    rows: int  # query rows of one KV head
+    row_tile: int  # of one program
+    splits: int
+    softcap: float | None
+
+
+def split_attention(
+    scheme: Scheme,
+    calib: Any,
+    copies: Array,
+    pool: Array,
+    block_table: Array,
+    stored: Array,
+    first: Array,
+    *,
+    page_layout: PageLayout,
+    pages_per_block: int,
+    config: DecodeConfig,
+    options: AttentionOptions,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    """Attention of every split of a row's stored tokens, ``(o, m, l)``: see :mod:`pallas_kernels.decode`.
+
+    ``first`` is ``int32[B]``. V scales must not exceed 511.
+
+    Raises:
+      JkvError: for a layout that no lane kernel reads (:func:`supports`).
+    """
+    batch, heads, count, rows, dim = copies.shape
+    k, v = checked_sides(scheme, page_layout, dim)
+    tokens = PAGE_TOKENS if k.along == "channel" else tile_tokens(config, pages_per_block)
+    static = _Static(
+        k=k,
+        v=v,
+        flags=scheme.flags,
+        num_kv_heads=heads,
+        pages_per_block=pages_per_block,
+        tokens=tokens,
+        copies=count,
+        rows=rows,
+        row_tile=_row_tile(rows, count, k),
+        splits=config.num_splits,
+        softcap=options.softcap,
+    )
+    whole = pl.BlockSpec(memory_space=pl.ANY)
+    parallel = batch * heads * static.splits
+    o, m, l = pl.pallas_call(
+        functools.partial(_kernel, static),
+        name="lane_decode",
+        grid=(batch, heads, static.splits * pl.cdiv(rows, static.row_tile)),
+        in_specs=[whole] * 7,
+        out_specs=[whole] * 3,
+        out_shape=[
+            jax.ShapeDtypeStruct((parallel, rows * dim), jnp.float32),
+            jax.ShapeDtypeStruct((parallel, rows), jnp.float32),
+            jax.ShapeDtypeStruct((parallel, rows), jnp.float32),
+        ],
+        compiler_params=compat.compiler_params(config.num_warps, config.num_stages),
+        interpret=interpret,
+    )(
+        copies.reshape(batch * heads, count * rows * dim),
+        pool,
+        block_table,
+        stored,
+        first,
+        _multipliers(calib, heads),
+        _tables(calib, heads),
+    )
+    lead = (batch, heads, static.splits, rows)
+    return o.reshape(*lead, dim), m.reshape(lead), l.reshape(lead)
+
+
+def _row_tile(rows: int, copies: int, k: Side) -> int:
+    """Query rows of one program: blocks of copies fill 16 rows together, the least that matrix cores take."""
+    wanted = 1 << (rows - 1).bit_length()
+    if copies > 1 and k.along != "channel":
+        return min(max(wanted, 4), 16)
+    return min(max(wanted, 16), 32)
+
+
+def _multipliers(calib: Any, heads: int) -> Array:
+    """Per head: the multipliers of K scales, K offsets, V scales and V offsets, float32 ``[H, 4]``."""
+    ones = jnp.ones(heads, jnp.float32)
+    return jnp.stack([calib[side].get(f"{name}_mult", ones) for side in "kv" for name in ("scale", "zero")], axis=1)
+
+
+def _tables(calib: Any, heads: int) -> Array:
+    """Per head: the byte tables of K's and of V's levels, uint32 ``[H, 16]``."""
+    none = jnp.zeros((heads, 16), jnp.float32)
+    return jnp.concatenate([lanes.table(calib[side].get("levels", none)) for side in "kv"], axis=1)
+
+
+def _kernel(static: _Static, *refs: Any) -> None:
+    """One program: one row of the batch, one KV head, one split, one tile of query rows."""
+    copies_ref, pool, table, stored_ref, first_ref, mult_ref, levels_ref, o_ref, m_ref, l_ref = refs
+    k, v, tokens = static.k, static.v, static.tokens
+    per_block = static.pages_per_block * PAGE_TOKENS
+    batch, head, program = (pl.program_id(axis) for axis in range(3))
+    split, row_tile = lax.rem(program, jnp.int32(static.splits)), lax.div(program, jnp.int32(static.splits))
+    pair = batch * static.num_kv_heads + head
+    first_row = row_tile * static.row_tile
+    stored, low = stored_ref[batch], first_ref[batch]
+    mults = [compat.load(mult_ref, head, 0, jnp.int32(i), jnp.float32) for i in range(4)]
+    k_tables, v_tables = (
+        [compat.load(levels_ref, head, 0, jnp.int32(at + i), jnp.uint32) for i in range(8)]
+        if side.form == "table"
+        else []
+        for at, side in ((0, k), (8, v))
+    )
+    queries = keys.load_queries(k, copies_ref, pair, first_row, static.copies, static.rows, static.row_tile)
+    rows = queries.blocks * queries.rows
+
+    def step(number: Array, carry: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
+        m, l, sums = carry
+        at = number * tokens
+        block = table[batch, lax.div(at, jnp.int32(per_block))]
+        position = at + iota((tokens,), 0)
+        seen = (position >= low) & (position < stored) if masked else None
+        slot = lax.rem(at, jnp.int32(per_block))
+        tile = Tile(pool, block * static.num_kv_heads + head, slot, tokens, static.pages_per_block, seen)
+        v_scales = tile.metadata(v.scale)
+        head_flag = is_signed(v_scales[0], v.scale) if static.flags == "token" else None
+        s = keys.scores(k, queries, tile, (mults[0], mults[1]), k_tables, static.flags, head_flag)
+        if static.softcap:
+            s = jnp.tanh(s * (1.0 / static.softcap)) * (static.softcap * LOG2_E)
+        if masked:
+            s = jnp.where(seen[None, :], s, -jnp.inf)
+        top = jnp.maximum(m, jnp.max(s, axis=1))
+        shrink = jnp.exp2(m - top)
+        p = jnp.exp2(s - (top - values.BOOST)[:, None])
+        sums = values.add(v, sums, shrink, p, tile, v_tables, v_scales)
+        return top, l * shrink + jnp.sum(p, axis=1), sums
+
+    carry: Any = (
+        jnp.full((rows,), NOTHING, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+        values.empty(v, rows),
+    )
+    begin, end = _share(static, low, stored, split)
+    # Only the tiles that hold the first or the last token need a mask.
+    clear = jnp.clip(lax.div(low + (tokens - 1), jnp.int32(tokens)), begin, end)
+    cut = jnp.clip(lax.div(stored, jnp.int32(tokens)), clear, end)
+    carry = lax.fori_loop(clear, cut, functools.partial(step, masked=False), carry)
+    before = clear - begin
+
+    def rest_of(number: Array, carry: Any) -> Any:
+        return step(jnp.where(number < before, begin + number, cut + number - before), carry, True)
+
+    m, l, sums = lax.fori_loop(0, before + end - cut, rest_of, carry)
+    at = pair * static.splits + split
+    row = iota((rows,), 0)
+    mask = (row < static.row_tile) & (row + first_row < static.rows)
+    for plane, out in enumerate(values.finish(v, sums, (mults[2], mults[3]))):
+        start, stride = v.channels(plane)
+        index = (row + first_row)[:, None] * v.head_dim + strided((rows, LANES), (0, stride), start)
+        compat.store(o_ref, at, 0, index, out, mask=jnp.broadcast_to(mask[:, None], index.shape))
+    compat.store(m_ref, at, 0, row + first_row, m, mask=mask)
+    compat.store(l_ref, at, 0, row + first_row, l * 2.0**-values.BOOST, mask=mask)
+
+
+def _share(static: _Static, low: Array, stored: Array, split: Array) -> tuple[Array, Array]:
+    """The tiles of one split: an even part of those that hold tokens from ``low`` to ``stored``."""
+    tokens = jnp.int32(static.tokens)
+    start = lax.div(low, tokens)
+    tiles = jnp.maximum(lax.div(stored + (tokens - 1), tokens) - start, 0)
+    each = lax.div(tiles + (static.splits - 1), jnp.int32(static.splits))
+    begin = start + jnp.minimum(split * each, tiles)
+    return begin, start + jnp.minimum((split + 1) * each, tiles)

@@ -1,0 +1,168 @@
+"""Scores of a tile of keys, plane by plane: queries times unpacked codes, scales and offsets after the product.
+
+With ``k = offset + scale * (code - origin)`` for the channels of one group,
+
+    q . k = scale * (q . code) + (offset - origin * scale) * sum(q)
+
+so a product sees nothing but codes, and the sums of q are known before the first key. Under flags all three query
+copies go through the same product as blocks of rows, and each token's flags decide which block counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from jkv.core import SEGMENT, Array, FlagPlacement
+from pallas_kernels import compat
+from pallas_kernels.geometry import iota, strided
+from pallas_kernels.lane_decode_layout import (
+    LANES,
+    Side,
+    Tile,
+    is_signed,
+    scale_values,
+    small_float,
+    unit_of,
+    unpack,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """Query rows of one program.
+
+    ``planes[i]`` are float16 ``[blocks * rows, 16]``, the channels of plane i, times ``factor(i)``; ``sums[g]`` are
+    float32 ``[blocks * rows]``, sums of the query over group g. A block is a copy of the query; there are 1 or 4 of
+    ``rows`` rows each (the fourth is empty). Layouts with one scale a channel keep copies apart instead, as
+    ``apart[copy][i]`` of ``[rows, 16]``.
+    """
+
+    rows: int
+    blocks: int
+    planes: Sequence[Array]
+    sums: Sequence[Array]
+    apart: Sequence[Sequence[Array]]
+
+
+def _factor(side: Side, plane: int) -> float:
+    """The power of two by which a query plane is multiplied, so that codes of all planes count alike."""
+    return _weight(side) / side.unit(plane)
+
+
+def _weight(side: Side) -> float:
+    """What a query times a code of 1 is worth in a product: the geometric middle of the planes' units."""
+    powers = [math.log2(side.unit(plane)) for plane in range(side.planes)]
+    return 2.0 ** round((max(powers) + min(powers)) / 2)
+
+
+def load_queries(side: Side, ref: Any, pair: Array, first_row: Array, copies: int, total: int, rows: int) -> Queries:
+    """Read query rows ``first_row ..`` of ``copies[B * H, C * M * D]`` once for a program; ``total`` is M."""
+    stacked = copies > 1 and side.along != "channel"
+    blocks = 4 if stacked else 1
+
+    def load(plane: int, copy: int | None) -> Array:
+        shape = (blocks * rows, LANES)
+        start, step = side.channels(plane)
+        at = iota(shape, 0)
+        block: Any = _block(at, rows) if stacked else copy
+        row = (at & (rows - 1)) + first_row
+        mask = (row < total) & (block < copies) if stacked else row < total
+        index = (block * total + row) * side.head_dim + strided(shape, (0, step), start)
+        values = compat.load(ref, pair, 0, index, jnp.float32, mask=mask)
+        return (values * _factor(side, plane)).astype(jnp.float16)
+
+    if side.along == "channel":
+        apart = [[load(plane, copy) for plane in range(side.planes)] for copy in range(copies)]
+        return Queries(rows, 1, (), (), apart)
+    planes = [load(plane, 0) for plane in range(side.planes)]
+    sums: list[Any] = [0.0] * side.groups
+    if side.zero is not None:
+        for plane, q in enumerate(planes):
+            part = jnp.sum(q.astype(jnp.float32), axis=1) * (1 / _factor(side, plane))
+            sums[side.group(plane)] = sums[side.group(plane)] + part
+    return Queries(rows, blocks, planes, sums, ())
+
+
+def _block(row: Array, rows: int) -> Array:
+    """``row // rows``, for a power of two of rows."""
+    return row >> (rows.bit_length() - 1)
+
+
+def scores(
+    side: Side,
+    queries: Queries,
+    tile: Tile,
+    multipliers: tuple[Array, Array],
+    tables: list[Array],
+    flags: FlagPlacement,
+    head_flag: Array | None,
+) -> Array:
+    """Base-2 scores ``[blocks * rows, tokens]`` of one tile, the same in every block.
+
+    ``multipliers`` are those of scales and offsets; ``head_flag: bool[tokens]`` comes from V's metadata where flags
+    are per token.
+    """
+    if side.along == "channel":
+        return _by_channel(side, queries, tile, multipliers, flags == "group")
+    scale_mult, zero_mult = multipliers
+    raw_scales = tile.metadata(side.scale)
+    raw_zeros = tile.metadata(side.zero) if side.zero is not None else None
+    block = _block(iota((queries.blocks * queries.rows, 1), 0), queries.rows)
+    total: Any = 0.0
+    product: Any = 0.0
+    for plane, codes in enumerate(unpack(side, tile, tables)):
+        product = product + compat.dot(queries.planes[plane], codes, trans_b=True)
+        group = side.group(plane)
+        if plane + 1 < side.planes and side.group(plane + 1) == group:
+            continue
+        scale = scale_values(side, raw_scales[group], scale_mult)
+        part = product * (scale * (1 / _weight(side)))[None, :]
+        if raw_zeros is not None:
+            offset = small_float(raw_zeros[group], side.zero, magnitude=False).astype(jnp.float32)
+            if side.zero.dtype == jnp.uint8:
+                offset = offset * (zero_mult * (1 / unit_of(side.zero)))
+            if side.origin:
+                offset = offset - side.origin * scale
+            part = part + queries.sums[group][:, None] * offset[None, :]
+        if head_flag is not None:
+            turned = jnp.where(head_flag, 2, is_signed(raw_scales[group], side.scale).astype(jnp.int32))
+            part = jnp.where(block == turned[None, :], part, 0.0)
+        total, product = total + part, 0.0
+    if queries.blocks > 1:
+        # One block a token and group has counted; every block gets their sum.
+        shape = (queries.blocks, queries.rows, tile.tokens)
+        folded = jnp.sum(total.reshape(shape), axis=0)
+        total = jnp.broadcast_to(folded[None], shape).reshape(total.shape)
+    return total
+
+
+def _by_channel(side: Side, queries: Queries, tile: Tile, multipliers: tuple[Array, Array], flagged: bool) -> Array:
+    """One page whose keys share a scale and an offset a channel: both go into the query, and so do its flags."""
+    scale_mult, zero_mult = multipliers
+    total: Any = 0.0
+    constant: Any = 0.0
+    for plane, codes in enumerate(unpack(side, tile, [])):
+        start, _ = side.channels(plane)
+        q = _flagged(side, queries, tile, plane) if flagged else queries.apart[0][plane]
+        q = q.astype(jnp.float32)
+        scale = scale_values(side, tile.by_channel(side.scale, start, LANES), scale_mult)
+        zero = small_float(tile.by_channel(side.zero, start, LANES), side.zero, magnitude=False)
+        zero = zero.astype(jnp.float32)
+        if side.zero.dtype == jnp.uint8:
+            zero = zero * (zero_mult * (1 / unit_of(side.zero)))
+        constant = constant + q * ((zero - side.origin * scale) * (1 / _factor(side, plane)))
+        total = total + compat.dot((q * scale).astype(jnp.float16), codes, trans_b=True)
+    return total * (1 / _weight(side)) + jnp.sum(constant, axis=1)[:, None]
+
+
+def _flagged(side: Side, queries: Queries, tile: Tile, plane: int) -> Array:
+    """The copy of a query plane that a page's flags ask for: segment flags and head flags ride in its first scales."""
+    first = side.segment(plane) * SEGMENT
+    segment, head = (is_signed(tile.one_channel(side.scale, first + i), side.scale) for i in range(2))
+    raw, turned, whole = (copy[plane] for copy in queries.apart)
+    return jnp.where(head, whole, jnp.where(segment, turned, raw))
