@@ -1,0 +1,87 @@
+"""Bytes of metadata per token and segment: one byte for 32 channels, E4M3 (with a flag in its sign) or UE8M0.
+
+A tile is 16 tokens; lane (r, j) holds those of rows r and r + 8, which are tokens 2r and 2r + 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import compat
+from pallas_kernels.warp.simt import e4m3_pair_to_f16, e4m3_to_f16, lane, prmt, unpack_f16
+
+Array = jax.Array
+TILE = 16  # tokens of one m-tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Meta:
+    """Loads and reads the bytes of ``segments`` (2, 4 or 8) segments a token."""
+
+    segments: int
+
+    def load(self, ref, row: Array, start: Array, at: int) -> list[Array]:
+        """Registers of one tile whose bytes begin ``start + at`` into the row."""
+        r, _ = lane()
+        return compat.load_words(ref, row, start + r * (2 * self.segments), at, count=max(1, self.segments // 2))
+
+    def row(self, registers: list[Array], half: int) -> list[Array]:
+        """The words of row r (``half=0``) or r + 8; with two segments the bytes are the low two."""
+        if self.segments == 2:
+            return [registers[0] >> 16 if half else registers[0]]
+        count = len(registers) // 2
+        return registers[half * count : (half + 1) * count]
+
+    def e4m3(self, words: list[Array]) -> list[Array]:
+        """Registers of two float16: magnitudes of segments (0, 1), (2, 3), ..."""
+        clean = [w & jnp.uint32(0x7F7F7F7F) for w in words]
+        if self.segments == 2:
+            return [e4m3_pair_to_f16(clean[0])]
+        return [pair for w in clean for pair in e4m3_to_f16(w)]
+
+    def signed_e4m3(self, words: list[Array]) -> list[Array]:
+        """The same with signs: offsets."""
+        if self.segments == 2:
+            return [e4m3_pair_to_f16(words[0])]
+        return [pair for w in words for pair in e4m3_to_f16(w)]
+
+    def floats(self, pairs: list[Array]) -> list[Array]:
+        """One float32 a segment."""
+        return [x for pair in pairs for x in unpack_f16(pair)]
+
+    def flags(self, words: list[Array]) -> list[Array]:
+        """The sign bits, boolean, one a segment."""
+        return [(words[s // 4] & jnp.uint32(0x80 << (8 * (s % 4)))) != 0 for s in range(self.segments)]
+
+    def powers(self, words: list[Array]) -> list[Array]:
+        """UE8M0 bytes as float32 powers of two, one a segment."""
+        found = []
+        for s in range(self.segments):
+            word, at = words[s // 4], 23 - 8 * (s % 4)
+            bits = (word << at if at >= 0 else word >> -at) & jnp.uint32(0x7F800000)
+            found.append(lax.bitcast_convert_type(bits, jnp.float32))
+        return found
+
+    def own_pair(self, words: list[Array], signs: bool = False) -> Array:
+        """The bytes of the lane's own pair of segments, low; or, spread over 16 bits each, their sign bits.
+
+        Lane j owns segments ``2 (j % (segments / 2))`` and the next one.
+        """
+        _, j = lane()
+        first = (2 * (j & (self.segments // 2 - 1))).astype(jnp.uint32)
+        second = first + 1
+        if signs:
+            selector = (first * 0x11) | (second * 0x1100) | jnp.uint32(0x8888)
+        else:
+            selector = first | (second << 4) | jnp.uint32(0x7600)
+        return prmt(words[0], words[-1], selector)
+
+
+def own_offset(meta: Meta, zero: list[Array], scale: list[Array]) -> tuple[Array, Array]:
+    """Offset and scale magnitude of the lane's own pair of segments, registers of two float16."""
+    magnitude = [w & jnp.uint32(0x7F7F7F7F) for w in scale]
+    return e4m3_pair_to_f16(meta.own_pair(zero)), e4m3_pair_to_f16(meta.own_pair(magnitude))

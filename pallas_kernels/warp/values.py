@@ -1,0 +1,233 @@
+"""Value sides: from the bytes of 32 tokens and their probabilities to output tiles.
+
+Output tiles are transposed: rows are 16 channels, columns query j twice. Where values have a scale per segment, the
+first of the two columns carries the probabilities times the even segment's scale and the second the odd one's; of each
+m-tile only the column of its own segment is used. Offsets are summed apart, once per segment and query.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import compat
+from pallas_kernels.warp import codes
+from pallas_kernels.warp.keys import TILES
+from pallas_kernels.warp.meta import TILE, Meta
+from pallas_kernels.warp.simt import (
+    full,
+    half2,
+    lane,
+    mma,
+    pack_bf16,
+    pack_f16,
+    prmt,
+    transpose,
+    unpack_f16,
+)
+from pallas_kernels.warp.words import Form, Tile, ValueWords, value_words
+
+Array = jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueCodes:
+    """Loads value codes and unpacks them into A registers of transposed m-tiles."""
+
+    words: ValueWords
+    bits: int
+    form: Form
+    row_bytes: int
+    kind: str = "f16"
+
+    def load(self, ref: Any, row: Array, start: Array, at: int) -> list[list[list[Array]]]:
+        """Registers ``[tile][token]`` of tokens 4j .. 4j + 3 of each tile."""
+        r, j = lane()
+        found = []
+        for tile in range(TILES):
+            tokens = []
+            for token in range(4):
+                registers: list[Array] = []
+                for per_r, first, count, width in self.words.loads:
+                    offset = start + j * (4 * self.row_bytes) + r * per_r
+                    shift = at + (TILE * tile + token) * self.row_bytes + first
+                    registers += compat.load_words(ref, row, offset, shift, count=count, width=width)
+                tokens.append(registers)
+            found.append(tokens)
+        return found
+
+    def unpack(self, tokens: list[list[Array]], table: list[Array] | None) -> list[list[list[Array]]]:
+        """``[columns low or high][register][position]``; columns 2j, 2j + 1 are tokens 4j, 4j + 2, the rest + 1."""
+        return [self._pair(tokens[first], tokens[first + 2], table) for first in (0, 1)]
+
+    def _pair(self, a: list[Array], b: list[Array], table: list[Array] | None) -> list[list[Array]]:
+        narrow = self.words.loads[0][3] == 2
+        joined = []
+        for x, y in zip(a, b, strict=True):
+            joined += [prmt(x, y, 0x5410)] if narrow else [prmt(x, y, 0x5410), prmt(x, y, 0x7632)]
+        if self.form == "e2m1":
+            return [codes.e2m1(x, "bf16") for x in joined]
+        if self.form == "table":
+            assert table is not None
+            found = []
+            for x in joined:
+                first = codes.look_up(x, table)
+                found.append([prmt(first[p // 2], first[2 + p // 2], 0x7632 if p % 2 else 0x5410) for p in range(4)])
+            return found
+        return [codes.integers(x, self.bits) for x in joined]
+
+    def exponent(self, source: tuple[int, int]) -> int:
+        """The power of two by which an unpacked position is off."""
+        if self.form == "int":
+            return codes.INT_EXPONENT + codes.shift_of(source[1], self.bits)
+        return codes.E2M1_BF16_EXPONENT if self.form == "e2m1" else 0
+
+    def accumulate(self, acc: Any, tile: int, loaded: Any, b: Any, table: Any) -> Any:
+        """Add one tile of 16 tokens; ``b[group][pair of segments]`` are B registers, ``acc[m-tile][group]`` D tiles."""
+        low, high = self.unpack(loaded[tile], table)
+        new = []
+        for m_tile, sums in zip(self.words.tiles, acc, strict=True):
+            (g, p), (h, q) = m_tile.low, m_tile.high
+            a = [low[g][p], low[h][q], high[g][p], high[h][q]]
+            pair = m_tile.segments[0] // 2
+            new.append([mma(a, b[i][pair % len(b[i])], d, self.kind) for i, d in enumerate(sums)])
+        return new
+
+
+def make_value_codes(head_dim: int, bits: int, form: Form) -> ValueCodes:
+    words = value_words(head_dim, bits, form)
+    return ValueCodes(words, bits, form, head_dim * bits // 8, "bf16" if form == "e2m1" else "f16")
+
+
+@dataclasses.dataclass(frozen=True)
+class SegmentValues:
+    """Integer codes (or table indices) with an E4M3 scale, and midpoint where ``offset``, per token and segment."""
+
+    codes: ValueCodes
+    segments: int
+    offset: bool
+    lift: int = 5  # probabilities are stored times 2**lift: float16 keeps small ones, and 448 * 32 is in range
+
+    @property
+    def sums(self) -> int:
+        return self.segments if self.offset else 0
+
+    def load(self, ref: Any, row: Array, page: Array, at: dict[str, tuple[int, int]]) -> dict[str, Any]:
+        meta = Meta(self.segments)
+        found: dict[str, Any] = {"v_codes": self.codes.load(ref, row, page * at["v_codes"][1], at["v_codes"][0])}
+        for name in ("v_scale", "v_zero") if self.offset else ("v_scale",):
+            start, size = at[name]
+            found[name] = [meta.load(ref, row, page * size, start + t * TILE * meta.segments) for t in range(TILES)]
+        return found
+
+    def weigh(self, loaded: dict[str, Any], tile: int, half: int, p: list[Array], query: Any, seen: Any) -> Any:
+        """Per group: registers of (even, odd) scaled probabilities a pair of segments, and offsets' float32 sums."""
+        meta = Meta(self.segments)
+        scale = meta.e4m3(meta.row(loaded["v_scale"][tile], half))
+        shift = None
+        if self.offset:
+            middle = meta.signed_e4m3(meta.row(loaded["v_zero"][tile], half))
+            shift = [
+                half2("fma", m, query.v_zero_share, half2("mul", s, query.v_scale_share))
+                for m, s in zip(middle, scale, strict=True)
+            ]
+        found = []
+        for one in p:
+            both = pack_f16(one, one)
+            weights = [_seen(half2("mul", both, s), seen) for s in scale]
+            offsets = []
+            if shift is not None:
+                offsets = [x for z in shift for x in unpack_f16(_seen(half2("mul", both, z), seen))]
+            found.append((weights, offsets))
+        return found
+
+    def factor(self, m_tile: Tile, source: tuple[int, int], query: Any) -> Array:
+        return query.v_factor * 2.0 ** -self.codes.exponent(source)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadValues:
+    """Integer codes with a float16 scale and minimum per token (``offset``), or table indices with a norm."""
+
+    codes: ValueCodes
+    offset: bool
+    lift: int = 0
+
+    @property
+    def sums(self) -> int:
+        return 1 if self.offset else 0
+
+    def load(self, ref: Any, row: Array, page: Array, at: dict[str, tuple[int, int]]) -> dict[str, Any]:
+        r, _ = lane()
+        found: dict[str, Any] = {"v_codes": self.codes.load(ref, row, page * at["v_codes"][1], at["v_codes"][0])}
+        for name in ("v_scale", "v_zero") if self.offset else ("v_norm",):
+            start, size = at[name]
+            found[name] = [compat.load_words(ref, row, page * size + r * 4, start + t * TILE * 2) for t in range(TILES)]
+        return found
+
+    def weigh(self, loaded: dict[str, Any], tile: int, half: int, p: list[Array], query: Any, seen: Any) -> Any:
+        name = "v_scale" if self.offset else "v_norm"
+        bits = loaded[name][tile][0] & jnp.uint32(0x7FFF7FFF)
+        scale = unpack_f16(bits)[half]
+        least = unpack_f16(loaded["v_zero"][tile][0])[half] if self.offset else None
+        found = []
+        for one in p:
+            weight = one * scale
+            weights = [_seen(pack_f16(weight, weight), seen)]
+            offsets = []
+            if least is not None:
+                offsets = [one * least if seen is None else jnp.where(seen, one * least, 0.0)]
+            found.append((weights, offsets))
+        return found
+
+    def factor(self, m_tile: Tile, source: tuple[int, int], query: Any) -> Array:
+        return full(2.0 ** -self.codes.exponent(source))
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerValues:
+    """E2M1 codes with a power of two per token and segment, through bfloat16, whose range no scale leaves."""
+
+    codes: ValueCodes
+    segments: int
+    lift: int = 64  # unpacked codes are 2**-126 times too small; probabilities meet them half way
+
+    @property
+    def sums(self) -> int:
+        return 0
+
+    def load(self, ref: Any, row: Array, page: Array, at: dict[str, tuple[int, int]]) -> dict[str, Any]:
+        meta = Meta(self.segments)
+        start, size = at["v_scale"]
+        return {
+            "v_codes": self.codes.load(ref, row, page * at["v_codes"][1], at["v_codes"][0]),
+            "v_scale": [meta.load(ref, row, page * size, start + t * TILE * meta.segments) for t in range(TILES)],
+        }
+
+    def weigh(self, loaded: dict[str, Any], tile: int, half: int, p: list[Array], query: Any, seen: Any) -> Any:
+        meta = Meta(self.segments)
+        scale = meta.powers(meta.row(loaded["v_scale"][tile], half))
+        found = []
+        for one in p:
+            pairs = [pack_bf16(one * scale[s], one * scale[s + 1]) for s in range(0, self.segments, 2)]
+            found.append(([_seen(x, seen) for x in pairs], []))
+        return found
+
+    def factor(self, m_tile: Tile, source: tuple[int, int], query: Any) -> Array:
+        return full(2.0 ** -self.codes.exponent(source))
+
+
+def _seen(x: Array, seen: Any) -> Array:
+    """A register where ``seen``, else zero: metadata of a slot that nobody wrote may be NaN."""
+    return x if seen is None else jnp.where(seen, x, jnp.uint32(0))
+
+
+def b_registers(weights: list[list[Array]]) -> list[list[Array]]:
+    """B registers ``[pair of segments]`` of one tile from the weights of its row halves."""
+    return [[transpose(x) for x in pair] for pair in zip(*weights, strict=True)]
+
+
+ValueSide = SegmentValues | HeadValues | PowerValues
