@@ -1,8 +1,8 @@
 """The second launch: merge the splits, attend to what is exact (sinks, tail, fresh chunk), turn V back, normalize.
 
 Exact tokens are BF16 (or whatever dtype a fresh chunk has) in the original basis, so they are read with the raw query.
-Their products are exact to about 16 bits: a float32 operand is split into two BF16 ones. A program takes 16 or 32 query
-rows of one KV head and, unless V has to be turned back, only some of its channels: at batch 1 there are more of them.
+Their products are exact to about 16 bits: a float32 operand is split into two BF16 ones. A program takes 16 query
+rows of one KV head and, unless V has to be turned back, only some of its channels: that makes enough programs at batch 1.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from pallas_kernels.geometry import iota, strided
 from pallas_kernels.options import LOG2_E, AttentionOptions
 from pallas_kernels.tables import HeadArrays, arrays_read, spec_of
 
+_ROWS = 16  # query rows of a program: the least that matrix cores take
 _TOKENS = 32  # exact tokens that are read at a time
-_TILE = 8192  # elements of partial results that a program holds at a time
+_TILE = 4096  # elements of partial results that a program holds at a time
 _NUM_WARPS = 4
 
 
@@ -61,7 +62,6 @@ class _Static:
     heads: int
     head_dim: int
     width: int
-    row_tile: int
     column_tiles: int
     splits: int
     at_once: int
@@ -99,9 +99,8 @@ def combine(
     group = q_heads // heads
     rows, width = group * steps, rotation_order(dim)
     turned = any(stage.turns for stage in scheme.v.stages)
-    row_tile = 16 if rows <= 16 else 32
-    columns = width if turned or rows > 16 else min(width, 32)
-    row = jax.ShapeDtypeStruct((row_tile, width), jnp.float32)
+    columns = width if turned else min(width, 32 if rows <= _ROWS else 128)
+    row = jax.ShapeDtypeStruct((_ROWS, width), jnp.float32)
     arrays = arrays_read(scheme.v.turn_back, calib["v"], row) if turned else {}
     operands: dict[str, Array] = {
         "q": q.reshape(batch, -1),
@@ -128,10 +127,9 @@ def combine(
         heads=heads,
         head_dim=dim,
         width=columns,
-        row_tile=row_tile,
         column_tiles=dim // columns,
         splits=splits,
-        at_once=min(pl.next_power_of_2(splits), max(_TILE // (row_tile * columns), 1)),
+        at_once=min(pl.next_power_of_2(splits), max(_TILE // (_ROWS * columns), 1)),
         scale=options.score_scale(dim),
         softcap=options.softcap,
         window=options.window,
@@ -143,7 +141,7 @@ def combine(
     out = pl.pallas_call(
         functools.partial(_kernel, static),
         name="combine",
-        grid=(batch, heads, pl.cdiv(rows, row_tile) * static.column_tiles),
+        grid=(batch, heads, pl.cdiv(rows, _ROWS) * static.column_tiles),
         in_specs=[whole] * len(operands) + [spec_of(array, lambda b, h, s: h) for array in arrays.values()],
         out_specs=whole,
         out_shape=jax.ShapeDtypeStruct((batch, steps * q_heads * dim), q.dtype),
@@ -173,7 +171,7 @@ def _kernel(static: _Static, *refs: Any) -> None:
     calib = HeadArrays(dict(zip(static.arrays, refs[count:-1], strict=True)))
     batch, head, program = (pl.program_id(axis) for axis in range(3))
     column_tile = lax.rem(program, jnp.int32(static.column_tiles))
-    row = lax.div(program, jnp.int32(static.column_tiles)) * static.row_tile + iota((static.row_tile,), 0)
+    row = lax.div(program, jnp.int32(static.column_tiles)) * _ROWS + iota((_ROWS,), 0)
     pair, first = batch * static.heads + head, column_tile * static.width
     state = _merge(static, ref, pair, row, first)
     if any(stage.turns for stage in static.scheme.v.stages):
@@ -200,12 +198,12 @@ def _merge(static: _Static, ref: dict[str, Any], pair: Array, row: Array, first:
     many = static.at_once
 
     def several(number: Array, state: _Softmax) -> _Softmax:
-        split = number * many + iota((many, static.row_tile), 0)
+        split = number * many + iota((many, _ROWS), 0)
         at = split * static.rows + row[None, :]
         valid = (split < static.splits) & (row < static.rows)[None, :]
         m = compat.load(ref["m"], pair, 0, at, jnp.float32, mask=valid, other=NOTHING)
         l = compat.load(ref["l"], pair, 0, at, jnp.float32, mask=valid)
-        shape = (many, static.row_tile, static.width)
+        shape = (many, _ROWS, static.width)
         index = at[:, :, None] * static.head_dim + strided(shape, (0, 0, 1)) + first
         o = compat.load(ref["o"], pair, 0, index, jnp.float32, mask=jnp.broadcast_to(valid[:, :, None], shape))
         top = jnp.maximum(state.top, jnp.max(m, axis=0))
@@ -214,9 +212,9 @@ def _merge(static: _Static, ref: dict[str, Any], pair: Array, row: Array, first:
         return _Softmax(top, state.total * shrink + jnp.sum(l * weight, axis=0), out)
 
     empty = _Softmax(
-        jnp.full((static.row_tile,), NOTHING, jnp.float32),
-        jnp.zeros((static.row_tile,), jnp.float32),
-        jnp.zeros((static.row_tile, static.width), jnp.float32),
+        jnp.full((_ROWS,), NOTHING, jnp.float32),
+        jnp.zeros((_ROWS,), jnp.float32),
+        jnp.zeros((_ROWS, static.width), jnp.float32),
     )
     chunks = pl.cdiv(static.splits, many)
     return several(jnp.int32(0), empty) if chunks == 1 else lax.fori_loop(0, chunks, several, empty)
@@ -239,7 +237,7 @@ class _Here:
         """Where the first ``columns`` channels of each row's query lie in ``[T, Hq, D]``."""
         static = self.static
         at = (self.step * (static.heads * static.group) + self.head * static.group + self.group_member)[:, None]
-        return at * static.head_dim + iota((static.row_tile, columns), 1)
+        return at * static.head_dim + iota((_ROWS, columns), 1)
 
     def tile(self, name: str, number: Any, state: _Softmax) -> _Softmax:
         """Take in one tile of the exact tokens of one part."""
