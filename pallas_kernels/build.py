@@ -37,7 +37,7 @@ class Compiled:
     binary: bytes  # cubin or hsaco
     ir: str  # Triton GPU IR, the last form that still shows tiles
     registers: int  # vector registers a thread; on AMD accumulation registers included
-    spills: int  # 32-bit registers a thread that went to memory
+    spills: int  # vector registers a thread that went to memory
     shared_bytes: int
     num_warps: int
 
@@ -133,8 +133,8 @@ def _usage_nvidia(cubin: bytes, folder: str) -> tuple[int, int]:
 
 
 def _usage_amd(assembly: str) -> tuple[int, int]:
-    found = dict(re.findall(r"^\s*\.(vgpr_count|vgpr_spill_count|sgpr_spill_count):\s*(\d+)", assembly, re.MULTILINE))
-    return int(found["vgpr_count"]), int(found["vgpr_spill_count"]) + int(found["sgpr_spill_count"])
+    found = dict(re.findall(r"^\s*\.(vgpr_count|vgpr_spill_count):\s*(\d+)", assembly, re.MULTILINE))
+    return int(found["vgpr_count"]), int(found["vgpr_spill_count"])
 
 
 def _tool(name: str, *arguments: str) -> str:

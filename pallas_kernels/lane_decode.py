@@ -159,12 +159,12 @@ def _kernel(static: _Static, *refs: Any) -> None:
     queries = keys.load_queries(k, copies_ref, pair, first_row, static.copies, static.rows, static.row_tile)
     rows = queries.blocks * queries.rows
 
-    def step(number: Array, carry: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
+    def step(number: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         m, l, sums = carry
         at = number * tokens
         block = table[batch, lax.div(at, jnp.int32(per_block))]
         position = at + iota((tokens,), 0)
-        seen = (position >= low) & (position < stored) if masked else None
+        seen = (position >= low) & (position < stored)
         slot = lax.rem(at, jnp.int32(per_block))
         tile = Tile(pool, block * static.num_kv_heads + head, slot, tokens, static.pages_per_block, seen)
         v_scales = tile.metadata(v.scale)
@@ -172,8 +172,7 @@ def _kernel(static: _Static, *refs: Any) -> None:
         s = keys.scores(k, queries, tile, (mults[0], mults[1]), k_tables, static.flags, head_flag)
         if static.softcap:
             s = jnp.tanh(s * (1.0 / static.softcap)) * (static.softcap * LOG2_E)
-        if masked:
-            s = jnp.where(seen[None, :], s, -jnp.inf)
+        s = jnp.where(seen[None, :], s, -jnp.inf)
         top = jnp.maximum(m, jnp.max(s, axis=1))
         shrink = jnp.exp2(m - top)
         p = jnp.exp2(s - (top - values.BOOST)[:, None])
@@ -185,17 +184,7 @@ def _kernel(static: _Static, *refs: Any) -> None:
         jnp.zeros((rows,), jnp.float32),
         values.empty(v, rows),
     )
-    begin, end = _share(static, low, stored, split)
-    # Only the tiles that hold the first or the last token need a mask.
-    clear = jnp.clip(lax.div(low + (tokens - 1), jnp.int32(tokens)), begin, end)
-    cut = jnp.clip(lax.div(stored, jnp.int32(tokens)), clear, end)
-    carry = lax.fori_loop(clear, cut, functools.partial(step, masked=False), carry)
-    before = clear - begin
-
-    def rest_of(number: Array, carry: Any) -> Any:
-        return step(jnp.where(number < before, begin + number, cut + number - before), carry, True)
-
-    m, l, sums = lax.fori_loop(0, before + end - cut, rest_of, carry)
+    m, l, sums = lax.fori_loop(*_share(static, low, stored, split), step, carry)
     at = pair * static.splits + split
     row = iota((rows,), 0)
     mask = (row < static.row_tile) & (row + first_row < static.rows)

@@ -149,7 +149,7 @@ def checked_sides(scheme: Scheme, layout: PageLayout, head_dim: int) -> tuple[Si
 class Tile:
     """``tokens`` tokens of one block: the block's row in the pool, the first token's place in the block.
 
-    ``seen: bool[tokens]`` or None. Metadata of tokens that are not seen read as zero, so that whatever unused slots
+    ``seen: bool[tokens]``. Metadata of tokens that are not seen read as zero, so that whatever unused slots
     hold cannot reach a sum; codes are finite numbers anyhow.
     """
 
@@ -158,7 +158,7 @@ class Tile:
     slot: Array
     tokens: int
     pages_per_block: int
-    seen: Array | None
+    seen: Array
 
     def start(self, field: Field) -> Array:
         """Byte offset of the tile's first token (or of the page it is in) within the row."""

@@ -61,8 +61,7 @@ def _metadata(side: Side, tile: Tile) -> Array:
     index = (iota(shape, 0) + tile.slot) * side.groups + jnp.where(
         is_scale, offsets[1] + column - side.groups, offsets[0] + column
     )
-    used = column < 2 * side.groups
-    mask = used if tile.seen is None else used & tile.seen[:, None]
+    mask = (column < 2 * side.groups) & tile.seen[:, None]
     raw = compat.load(tile.pool, tile.row, 0, index, unsigned(side.scale), mask=mask)
     bits = raw.astype(jnp.uint32)
     return jnp.where(

@@ -111,25 +111,24 @@ def _three_bits(words: Array, high: Array, shift: int, bit: int, high_bit: int) 
 
 def e2m1(codes: Array, odd: bool) -> Array:
     """The even or odd channels of E2M1 bytes (the even channel in the low nibble) as float16 ``value * E2M1_UNIT``."""
+    codes = codes.astype(jnp.uint16)
+    # Sign, exponent and mantissa move to where a float16 has them: bits 15, 11 and 10, and 9.
+    size, sign = (5, 8) if odd else (9, 12)
 
     def plain(codes: Array) -> Sequence[Array]:
-        nibble = codes.astype(jnp.uint16) >> jnp.uint16(4 if odd else 0)
-        return [float16(((nibble & jnp.uint16(8)) << jnp.uint16(12)) | ((nibble & jnp.uint16(7)) << jnp.uint16(9)))]
+        moved = (codes << jnp.uint16(size)) & jnp.uint16(0x0E00)
+        return [float16(moved | ((codes << jnp.uint16(sign)) & jnp.uint16(0x8000)))]
 
-    # Bytes go to the high ends of halves; sign, exponent and mantissa then move to where a float16 has them.
-    ptx, gcn = "{ .reg .b32 a, t, u;", []
-    for out, pick_ptx, pick_gcn in (("$0", "0x1404", "0x010c000c"), ("$1", "0x3424", "0x030c020c")):
-        ptx += f" prmt.b32 a, $2, 0, {pick_ptx};"
-        gcn += [f"s_mov_b32 s40, {pick_gcn}", f"v_perm_b32 {out}, $2, $2, s40"]
-        if odd:
-            ptx += f" shr.b32 t, a, 3; and.b32 t, t, 0x0e000e00; lop3.b32 {out}, a, 0x80008000, t, 0xea;"
-            gcn += [f"v_lshrrev_b32 v40, 3, {out}"]
-        else:
-            ptx += " shl.b32 t, a, 1; and.b32 t, t, 0x0e000e00; shl.b32 u, a, 4;"
-            ptx += f" lop3.b32 {out}, u, 0x80008000, t, 0xea;"
-            gcn += [f"v_lshlrev_b32 v40, 1, {out}", f"v_lshlrev_b32 {out}, 4, {out}"]
-        gcn += ["v_and_b32 v40, 0x0e000e00, v40", f"v_and_b32 {out}, 0x80008000, {out}", f"v_or_b32 {out}, {out}, v40"]
-    return asm([codes], [jnp.float16], plain, ptx=_ptx(ptx + " }", 2, 1), gcn=_gcn(gcn, 2, 1), pack=4)[0]
+    ptx = f"{{ .reg .b32 t, u; shl.b32 t, $1, {size}; and.b32 t, t, 0x0e000e00; "
+    ptx += f"shl.b32 u, $1, {sign}; lop3.b32 $0, u, 0x80008000, t, 0xea; }}"
+    gcn = [
+        f"v_lshlrev_b32 v40, {size}, $1",
+        "v_and_b32 v40, 0x0e000e00, v40",
+        f"v_lshlrev_b32 $0, {sign}, $1",
+        "v_and_b32 $0, 0x80008000, $0",
+        "v_or_b32 $0, $0, v40",
+    ]
+    return asm([codes], [jnp.float16], plain, ptx=_ptx(ptx, 1, 1), gcn=_gcn(gcn, 1, 1), pack=2)[0]
 
 
 # -- a table of 16 levels ---------------------------------------------------------------------------------------------

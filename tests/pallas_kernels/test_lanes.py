@@ -118,9 +118,9 @@ def test_assembly_equals_the_plain_form(name: str, form: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("target", build.TARGETS)
-def test_assembly_compiles(target: str):
+def test_assembly_compiles(target: str, capfd: pytest.CaptureFixture[str]):
     pytest.importorskip("triton", reason="compiling needs the triton package")
-    shown = {"sm_90": ("prmt.b32", "lop3.b32"), "gfx942": ("v_perm_b32",), "gfx950": ("v_perm_b32",)}[target]
+    table = {"sm_90": "prmt.b32", "gfx942": "v_perm_b32", "gfx950": "v_perm_b32"}[target]
     for name in ("table, 128", "e2m1", "3 bits, 128", "2 bits, 256"):
         _, operands, _ = _cases()[name]
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
@@ -129,7 +129,9 @@ def test_assembly_compiles(target: str):
         compiled = build.compile(lowered, target)
         assert compiled.spills == 0
         if name in ("table, 128", "e2m1"):
-            assert all(instruction in compiled.assembly for instruction in shown)
+            assert (table if name[0] == "t" else "0x0e000e00") in compiled.assembly.lower()
+    # LLVM reports operands that it cannot place, and goes on without them.
+    assert "error" not in capfd.readouterr().err
 
 
 def test_e4m3_is_exact_for_every_byte():
