@@ -1,0 +1,37 @@
+"""Run every kernel once at ragged sizes, small enough for compute-sanitizer.
+
+    compute-sanitizer --tool memcheck --error-exitcode 9 python benchmarks/sanitize.py [--scheme SPEC]...
+
+Rows of 0, 1, 31, 33 and more tokens, GQA ratio 3, head_dim 64 and 128, block tables with garbage where a row has no
+block. JAX should not reserve the whole GPU under the sanitizer: set XLA_PYTHON_CLIENT_PREALLOCATE=false.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from pallas_kernels.bench import correctness, run
+
+HEAD_DIMS = (64, 128)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scheme", action="append", metavar="SPEC", help="instead of one of every kind")
+    parser.add_argument("--interpret", action="store_true", help="without a GPU: tries this script, finds nothing")
+    args = parser.parse_args()
+    if not args.interpret and not run.has_gpu():
+        parser.error("no GPU here")
+    failed = 0
+    for spec in run.specs_of(args.scheme):
+        for head_dim in HEAD_DIMS:
+            for row in correctness.check(spec, head_dim=head_dim, interpret=args.interpret):
+                failed += not row["holds"]
+                verdict = "holds" if row["holds"] else f"FAILS {row['error']}"
+                print(f"{row['scheme']} head_dim {head_dim} {row['what']}: {row['measured']} {verdict}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
