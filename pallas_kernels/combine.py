@@ -2,7 +2,7 @@
 
 Exact tokens are BF16 (or whatever dtype a fresh chunk has) in the original basis, so they are read with the raw query.
 Their products are exact to about 16 bits: a float32 operand is split into two BF16 ones. A program takes 16 query
-rows of one KV head and, unless V has to be turned back, only some of its channels: that makes enough programs at batch 1.
+rows of one KV head and, unless V has to be turned back, only some of its channels: batch 1 has few programs otherwise.
 """
 
 from __future__ import annotations

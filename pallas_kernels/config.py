@@ -85,7 +85,7 @@ def decode_config(device_kind: str, key: str, head_dim: int, gqa: int) -> Decode
         if entry["head_dim"] == head_dim and _layout_of(entry["key"], head_dim) == wanted
     ]
     if not found:
-        return DecodeConfig()
+        return DecodeConfig(num_warps=4 if head_dim <= 128 else 8)
     best = min(found, key=lambda entry: (abs(entry["gqa"] - gqa), entry["gqa"]))
     fields = {field.name for field in dataclasses.fields(DecodeConfig)}
     return DecodeConfig(**{name: value for name, value in best.items() if name in fields})

@@ -46,6 +46,7 @@ from jkv.core import Array, Packed, Scheme
 from jkv.page import PageLayout
 from pallas_kernels import compat
 from pallas_kernels.config import DecodeConfig, tile_tokens
+from pallas_kernels.fp8 import even_and_odd
 from pallas_kernels.geometry import Geometry, Window, geometry, iota, load_flags, load_side, strided
 from pallas_kernels.options import LOG2_E, AttentionOptions
 from pallas_kernels.tables import HeadArrays, arrays_read, spec_of
@@ -164,14 +165,19 @@ def _form(scheme: Scheme, side: str, geo: Geometry) -> str:
     return name if name in ("bf16", "fp8") and len(parts) == 1 else "codec"
 
 
-def _values(form: str, codec: Any, calib: Any, packed: Packed, tokens: int) -> Array:
-    """A tile of K or V as a matrix operand ``[tokens, width]``, without the factor that an FP8 scheme may have."""
+def _planes(form: str) -> tuple[tuple[int, int], ...]:
+    """The matrix operands that one piece of K or V gives: the first channel and the step of each."""
+    return ((0, 2), (1, 2)) if form == "fp8" else ((0, 1),)
+
+
+def _values(form: str, codec: Any, calib: Any, packed: Packed, tokens: int) -> list[Array]:
+    """A tile of K or V as matrix operands ``[tokens, channels]``, without the factor that an FP8 scheme may have."""
     if form == "bf16":
-        return packed.codes
+        return [packed.codes]
     if form == "fp8":
-        return lax.bitcast_convert_type(packed.codes, jnp.float8_e4m3fn).astype(jnp.float16)
+        return list(even_and_odd(packed.codes))
     x = codec.read(calib, packed).astype(jnp.float16)
-    return x.reshape(tokens, x.shape[-1])
+    return [x.reshape(tokens, x.shape[-1])]
 
 
 def _factor(form: str, calib: Any) -> Any:
@@ -218,14 +224,23 @@ def _kernel(static: _Static, *refs: Any) -> None:
         weights = p.astype(jnp.bfloat16 if static.v_form == "bf16" else jnp.float16)
         new = []
         for piece, out in enumerate(outs):
-            values = _values(static.v_form, scheme.v, v_calib, load_side(geo, "v", piece, at), geo.tokens)
-            new.append(out * shrink[:, None] + compat.dot(weights, values))
+            values = _values(
+                static.v_form,
+                scheme.v,
+                v_calib,
+                load_side(geo, "v", piece, at, pairs=static.v_form == "fp8"),
+                geo.tokens,
+            )
+            new.append([o * shrink[:, None] + compat.dot(weights, v) for o, v in zip(out, values, strict=True)])
         return top, l, tuple(new)
 
     carry: Any = (
         jnp.full((row_tile,), NOTHING, jnp.float32),
         jnp.zeros((row_tile,), jnp.float32),
-        tuple(jnp.zeros((row_tile, geo.width), jnp.float32) for _ in range(geo.pieces)),
+        tuple(
+            [jnp.zeros((row_tile, geo.width // step), jnp.float32) for _, step in _planes(static.v_form)]
+            for _ in range(geo.pieces)
+        ),
     )
     begin, end = _share(static, low, stored, split)
     # Tiles that lie between the highest first token and the end need no mask; the few others follow.
@@ -253,33 +268,42 @@ def _share(static: _Static, low: Array, stored: Array, split: Array) -> tuple[Ar
     return begin, start + jnp.minimum((split + 1) * each, tiles)
 
 
-def _load_queries(static: _Static, ref: Any, pair: Array, row: Array, factor: Any) -> list[list[Array]]:
-    """Query tiles ``[row_tile, width]`` by piece and copy, as the dtype that keys are multiplied in.
+def _load_queries(static: _Static, ref: Any, pair: Array, row: Array, factor: Any) -> list[list[list[Array]]]:
+    """Query tiles ``[row_tile, channels]`` by piece, plane and copy, in the dtype that keys are multiplied in.
 
     BF16 keys want the query as it was before it was scaled: then products are exact, and scores are scaled instead.
     """
-    geo, dtype = static.geo, jnp.bfloat16 if static.k_form == "bf16" else jnp.float16
-    shape = (static.row_tile, geo.width)
-    mask = jnp.broadcast_to((row < static.rows)[:, None], shape)
+    dtype = jnp.bfloat16 if static.k_form == "bf16" else jnp.float16
     found = []
-    for piece in range(geo.pieces):
-        index = row[:, None] * geo.head_dim + strided(shape, (0, 1), piece * geo.width)
-        tiles = [
-            compat.load(ref, pair * static.copies + copy, 0, index, jnp.float32, mask=mask)
-            for copy in range(static.copies)
-        ]
-        if static.k_form == "bf16":
-            tiles = [tile * (1.0 / static.factor) for tile in tiles]
-        elif factor is not None:
-            tiles = [tile * factor for tile in tiles]
-        if static.copies == 3:
-            raw, segment, whole = tiles
-            tiles = [raw, segment - raw, whole]
-        found.append([tile.astype(dtype) for tile in tiles])
+    for piece in range(static.geo.pieces):
+        planes = []
+        for plane in _planes(static.k_form):
+            index, mask = _channels(static, row, piece, plane)
+            tiles = [
+                compat.load(ref, pair * static.copies + copy, 0, index, jnp.float32, mask=mask)
+                for copy in range(static.copies)
+            ]
+            if static.k_form == "bf16":
+                tiles = [tile * (1.0 / static.factor) for tile in tiles]
+            elif factor is not None:
+                tiles = [tile * factor for tile in tiles]
+            if static.copies == 3:
+                raw, segment, whole = tiles
+                tiles = [raw, segment - raw, whole]
+            planes.append([tile.astype(dtype) for tile in tiles])
+        found.append(planes)
     return found
 
 
-def _scores(static: _Static, queries: list[list[Array]], calib: Any, at: Window) -> Array:
+def _channels(static: _Static, row: Array, piece: int, plane: tuple[int, int]) -> tuple[Array, Array]:
+    """Elements of ``[M, D]`` that belong to one plane of one piece, and which of them exist."""
+    geo, (first, step) = static.geo, plane
+    shape = (static.row_tile, geo.width // step)
+    index = row[:, None] * geo.head_dim + strided(shape, (0, step), piece * geo.width + first)
+    return index, jnp.broadcast_to((row < static.rows)[:, None], shape)
+
+
+def _scores(static: _Static, queries: list[list[list[Array]]], calib: Any, at: Window) -> Array:
     """Base-2 scores ``[row_tile, tokens]`` of a tile of keys.
 
     Under flags a segment that was rotated adds (rotated - raw query) . key to the raw score, and a key that was rotated
@@ -289,15 +313,16 @@ def _scores(static: _Static, queries: list[list[Array]], calib: Any, at: Window)
     plain: Any = 0.0
     turned: Any = 0.0
     head = None
-    for piece, copies in enumerate(queries):
-        packed = load_side(geo, "k", piece, at)
-        keys = _values(static.k_form, static.scheme.k, calib, packed, geo.tokens)
-        plain = plain + compat.dot(copies[0], keys, trans_b=True)
-        if static.copies == 3:
-            segment, head = load_flags(static.scheme, geo, piece, packed, at)
-            own = jnp.where(segment, keys, jnp.zeros_like(keys))
-            plain = plain + compat.dot(copies[1], own, trans_b=True)
-            turned = turned + compat.dot(copies[2], keys, trans_b=True)
+    for piece, planes in enumerate(queries):
+        packed = load_side(geo, "k", piece, at, pairs=static.k_form == "fp8")
+        values = _values(static.k_form, static.scheme.k, calib, packed, geo.tokens)
+        for copies, keys in zip(planes, values, strict=True):
+            plain = plain + compat.dot(copies[0], keys, trans_b=True)
+            if static.copies == 3:
+                segment, head = load_flags(static.scheme, geo, piece, packed, at)
+                own = jnp.where(segment, keys, jnp.zeros_like(keys))
+                plain = plain + compat.dot(copies[1], own, trans_b=True)
+                turned = turned + compat.dot(copies[2], keys, trans_b=True)
     if head is not None:
         plain = jnp.where(head[None, :], turned, plain)
     if static.k_form == "bf16":
@@ -308,11 +333,11 @@ def _scores(static: _Static, queries: list[list[Array]], calib: Any, at: Window)
 
 
 def _store(static: _Static, refs: Any, at: Array, row: Array, m: Array, l: Array, outs: Any, factor: Any) -> None:
-    geo, mask = static.geo, row < static.rows
     o_ref, m_ref, l_ref = refs
-    shape = (static.row_tile, geo.width)
-    for piece, out in enumerate(outs):
-        index = row[:, None] * geo.head_dim + strided(shape, (0, 1), piece * geo.width)
-        compat.store(o_ref, at, 0, index, out if factor is None else out * factor, mask=mask[:, None])
+    for piece, planes in enumerate(outs):
+        for plane, out in zip(_planes(static.v_form), planes, strict=True):
+            index, mask = _channels(static, row, piece, plane)
+            compat.store(o_ref, at, 0, index, out if factor is None else out * factor, mask=mask)
+    mask = row < static.rows
     compat.store(m_ref, at, 0, row, m, mask=mask)
     compat.store(l_ref, at, 0, row, l, mask=mask)

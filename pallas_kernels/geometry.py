@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jkv import page as pages
@@ -147,11 +148,19 @@ def load_part(geo: Geometry, part: Part, piece: int, paged: bool, at: Window) ->
     return at.load(geo, part.field, strided(shape, strides, start), mask)
 
 
-def load_side(geo: Geometry, side: str, piece: int, at: Window) -> Packed:
-    """Codes and side arrays of K or V as the side's codec reads them."""
+def load_side(geo: Geometry, side: str, piece: int, at: Window, *, pairs: bool = False) -> Packed:
+    """Codes and side arrays of K or V as the side's codec reads them; with ``pairs``, two one-byte codes a word."""
     parts, paged = (geo.k, geo.k_paged) if side == "k" else (geo.v, geo.v_paged)
-    arrays = {part.name: load_part(geo, part, piece, paged, at) for part in parts}
+    arrays = {part.name: load_part(geo, _words(part) if pairs else part, piece, paged, at) for part in parts}
     return Packed(arrays.pop("codes"), arrays)
+
+
+def _words(part: Part) -> Part:
+    def half(shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-1], shape[-1] // 2)
+
+    field = dataclasses.replace(part.field, dtype=np.dtype(np.uint16), shape=half(part.field.shape))
+    return Part(part.name, field, half(part.shape))
 
 
 def sign(scale: Array) -> Array:
