@@ -12,6 +12,8 @@ so the head flag sits in the sign of the same token's first V scale.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -40,19 +42,36 @@ def _first(count: int, position: int) -> Array:
     return lax.broadcasted_iota(jnp.int32, (1, count), 1) == position
 
 
-def ride(placement: FlagPlacement, flags: Array, k_scale: Array, v_scale: Array) -> tuple[Array, Array]:
+class Flags(NamedTuple):
+    """Flags in two arrays, ``segment[..., S]`` and ``head[..., 1]``: kernels have no tile of S + 1 elements."""
+
+    segment: Array
+    head: Array
+
+    @property
+    def joined(self) -> Array:
+        """As one array ``[..., S + 1]``."""
+        return jnp.concatenate([self.segment, self.head], axis=-1)
+
+    @classmethod
+    def of(cls, flags: Array | Flags) -> Flags:
+        """The two arrays of flags in either form."""
+        return flags if isinstance(flags, Flags) else cls(flags[..., :-1], flags[..., -1:])
+
+
+def ride(placement: FlagPlacement, flags: Array | Flags, k_scale: Array, v_scale: Array) -> tuple[Array, Array]:
     """Write ``flags`` into the sign bits of the stored scales; returns both scales.
 
     Shapes: group ``flags[..., S + 1]``, ``k_scale[..., D]``; token ``flags[..., T, S + 1]``, ``k_scale[..., T, S]``,
     ``v_scale[..., T, Sv]``.
     """
+    segment, head = Flags.of(flags)
     if placement == "group":
         by_segment = k_scale.reshape(*k_scale.shape[:-1], -1, SEGMENT)
-        segment, head = flags[..., :-1, None], flags[..., -1:, None]
-        sign = (segment & _first(SEGMENT, 0)) | (head & _first(SEGMENT, 1))
+        sign = (segment[..., None] & _first(SEGMENT, 0)) | (head[..., None] & _first(SEGMENT, 1))
         return _set_sign(by_segment, sign).reshape(k_scale.shape), v_scale
-    head = flags[..., -1:] & _first(v_scale.shape[-1], 0)[0]
-    return _set_sign(k_scale, flags[..., :-1]), _set_sign(v_scale, head)
+    first = lax.broadcasted_iota(jnp.int32, v_scale.shape, v_scale.ndim - 1) == 0
+    return _set_sign(k_scale, segment), _set_sign(v_scale, head & first)
 
 
 def load(placement: FlagPlacement, k_scale: Array, v_scale: Array) -> Array:
@@ -63,8 +82,9 @@ def load(placement: FlagPlacement, k_scale: Array, v_scale: Array) -> Array:
     return jnp.concatenate([_sign(k_scale), _sign(v_scale[..., :1])], axis=-1)
 
 
-def turn_by_flags(x: Array, flags: Array) -> Array:
+def turn_by_flags(x: Array, flags: Array | Flags) -> Array:
     """Rotate every row of ``x[..., T, D]`` the way ``flags[..., T or 1, S + 1]`` say. Its own inverse."""
-    segment = jnp.broadcast_to(flags[..., :-1, None], (*flags.shape[:-1], flags.shape[-1] - 1, SEGMENT))
-    segment = segment.reshape(*flags.shape[:-1], x.shape[-1])
-    return jnp.where(flags[..., -1:], turn(x, "head"), jnp.where(segment, turn(x, "segment"), x))
+    segment, head = Flags.of(flags)
+    by_channel = jnp.broadcast_to(segment[..., None], (*segment.shape, SEGMENT))
+    by_channel = by_channel.reshape(*segment.shape[:-1], x.shape[-1])
+    return jnp.where(head, turn(x, "head"), jnp.where(by_channel, turn(x, "segment"), x))

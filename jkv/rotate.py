@@ -1,17 +1,17 @@
 """Hadamard rotations: Sylvester, normalized, no random signs.
 
-``hadamard(n)[i, j] = (-1)^popcount(i & j) / sqrt(n)``, symmetric and its own inverse. The matrix is computed from
-iotas rather than captured, so the same code lowers inside a GPU kernel.
+``hadamard(n)[i, j] = (-1)^popcount(i & j) / sqrt(n)``, symmetric and its own inverse. No array is captured, so the same
+code lowers inside a GPU kernel.
 """
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jkv.core import SEGMENT, Array
 from jkv.errors import JkvError
+from jkv.exact import product
 
 
 def rotation_order(head_dim: int) -> int:
@@ -40,12 +40,24 @@ def block_hadamard(size: int, order: int) -> Array:
     return jnp.where(i // order == j // order, sign * order**-0.5, 0.0)
 
 
+def _butterfly(x: Array, stride: int) -> Array:
+    """``(a, b) -> (a + b, a - b)`` for channels that lie ``stride`` apart."""
+    pairs = x.reshape(*x.shape[:-1], -1, 2, stride)
+    a, b = (part.reshape(*pairs.shape[:-2], stride) for part in lax.split(pairs, (1, 1), axis=pairs.ndim - 2))
+    # Stacking last and transposing, because only that lowers in a GPU kernel.
+    return jnp.swapaxes(jnp.stack([a + b, a - b], axis=-1), -1, -2).reshape(x.shape)
+
+
 def turn(x: Array, kind: str) -> Array:
     """Rotate ``x[..., D]``: ``kind="head"`` with the whole head, ``"segment"`` every 32 channels on their own.
 
     ``head`` on a head_dim that is no power of two is block-diagonal with the largest power-of-two divisor. The map is
-    its own inverse. Computed in float32 at the highest precision.
+    its own inverse. A fast Walsh-Hadamard transform in float32, smallest stride first: log2(order) additions in a fixed
+    order and one product a value, the same bits on every backend (a matrix product sums in an order of its own).
     """
-    size = x.shape[-1]
-    order = rotation_order(size) if kind == "head" else SEGMENT
-    return jnp.matmul(x, block_hadamard(size, order), precision=jax.lax.Precision.HIGHEST)
+    order = rotation_order(x.shape[-1]) if kind == "head" else SEGMENT
+    stride = 1
+    while stride < order:
+        x = _butterfly(x, stride)
+        stride *= 2
+    return product(x, order**-0.5)

@@ -9,7 +9,8 @@ For a candidate c, ``e_c = x - R_c^T Q^-1(Q(R_c x))`` is its error in the origin
 
 Segments are decided with the segment's own part of the measure (the diagonal block of W, or q_i restricted to it),
 the winners are assembled and compared with the head-rotated key by the full measure. That ignores cross terms;
-``exhaustive`` scores all ``2**S`` assemblies through their Gram matrix instead.
+``exhaustive`` scores all ``2**S`` assemblies instead. The measures are those of :mod:`jkv.measure`, which have the same
+bits on every backend, so a choice does not depend on where it is made.
 
 Source: FlagRot; the statistics come from calibration and never change afterwards.
 """
@@ -18,19 +19,18 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jkv.core import PAGE_TOKENS, SEGMENT, Array, Calib, Scheme, Side, Stage
 from jkv.errors import JkvError
-from jkv.flags import turn_by_flags
+from jkv.flags import Flags, turn_by_flags
+from jkv.measure import Measure, Measured, Unit, measure_of, segments_of, with_rows
 from jkv.rotate import turn
 
-Measure = Literal["recon", "channel", "attention"]
-Unit = Literal["group", "key"]
 _HIGHEST = jax.lax.Precision.HIGHEST
 MEASURE_NEEDS: dict[str, frozenset[str]] = {
     "recon": frozenset(),
@@ -65,11 +65,6 @@ def _terms(measure: Measure, calib: Calib, x: Array) -> tuple[Array, Array | Non
     return queries, jnp.exp(jnp.minimum(0.0, logits - calib["logz"][:, None]))
 
 
-def _pool(score: Array, unit: Unit) -> Array:
-    """Sum over the 32 keys of a group where the unit is the group."""
-    return jnp.sum(score, axis=-1, keepdims=True) if unit == "group" else score
-
-
 def _projections(inner: Stage, calib: Calib, x: Array, measure: Measure) -> tuple[Array, Array, Array | None]:
     """Every stored row's view of every candidate error of one page ``x[T, D]``.
 
@@ -84,26 +79,40 @@ def _projections(inner: Stage, calib: Calib, x: Array, measure: Measure) -> tupl
 
 def choose_flags(
     inner: Stage, calib: Calib, x: Array, *, unit: Unit, measure: Measure, exhaustive: bool = False
-) -> Array:
+) -> Flags:
     """Decide the flags of one page (``unit="group"``) or of every key (``"key"``) of ``x[T, D]``.
 
-    Returns boolean ``[U, S + 1]`` with U = 1 or T: one flag per segment, then the head's.
+    Flags are ``[U, S]`` and ``[U, 1]`` with U = 1 or T: one per segment, then the head's. A tie keeps what is simpler.
     """
-    z, z_head, weights = _projections(inner, calib, x, measure)
-    count = z.shape[0] // 2
-
-    def total(a: Array) -> Array:  # [..., N, T] -> [..., U]
-        square = a * a if weights is None else a * a * weights
-        return _pool(jnp.sum(square, axis=-2), unit)
-
+    measured = measure_of(calib, x, measure, unit)
+    raw, segment, head = (segments_of(e) for e in candidate_errors(inner, calib, x))
     if exhaustive:
-        gram = _pool(_gram(z, weights), unit)  # [2S, 2S, U]
-        rotated = jax.vmap(functools.partial(rotated_segments, exhaustive=True), 2, 1)(gram)
+        rotated = _best_assembly(measured, raw, segment)
     else:
-        rotated = total(z[count:]) < total(z[:count])  # [S, U]
-    assembled = total(jnp.sum(jnp.where(rotated[:, None, :], z[count:], z[:count]), axis=0))
-    whole = total(z_head) < assembled
-    return jnp.concatenate([rotated & ~whole, whole[None]], axis=0).T
+        own_raw, own_segment = measured.by_segment([raw, segment])
+        rotated = [turned < kept for turned, kept in zip(own_segment, own_raw, strict=True)]
+    assembled = [jnp.where(r[:, None], *both) for r, both in zip(rotated, zip(segment, raw, strict=True), strict=True)]
+    whole, parts = measured.whole([head, assembled])
+    turned = (whole < parts)[:, None]
+    at = lax.broadcasted_iota(jnp.int32, (1, len(rotated)), 1)
+    flags = functools.reduce(jnp.logical_or, [(at == s) & r[:, None] for s, r in enumerate(rotated)])
+    return Flags(flags & ~turned, turned)
+
+
+def _best_assembly(measured: Measured, raw: list[Array], segment: list[Array]) -> list[Array]:
+    """Which segments to rotate: the best of all ``2**S`` assemblies, the first of them at a tie."""
+    count = len(raw)
+
+    def rotated(code: Array) -> list[Array]:
+        return [((code >> (count - 1 - s)) & 1) > 0 for s in range(count)]
+
+    def better(code: Array, best: tuple[Array, Array]) -> tuple[Array, Array]:
+        cost = measured.whole([[jnp.where(r, b, a) for r, a, b in zip(rotated(code), raw, segment, strict=True)]])[0]
+        return jnp.minimum(cost, best[0]), jnp.where(cost < best[0], code, best[1])
+
+    nothing = measured.whole([raw])[0]
+    _, code = lax.fori_loop(1, 2**count, better, (nothing, jnp.zeros(nothing.shape, jnp.int32)))
+    return rotated(code)
 
 
 def _gram(z: Array, weights: Array | None) -> Array:
@@ -150,27 +159,29 @@ def choose(
     comes in three copies: raw, segment-rotated and head-rotated.
     """
 
-    def decide(calib: Calib, page: Array) -> Array:
+    def decide(calib: Calib, page: Array) -> Flags:
         return choose_flags(inner, calib, page, unit=unit, measure=measure, exhaustive=exhaustive)
 
-    def flags_of(calib: Calib, x: Array) -> Array:  # [..., 1 or T, S + 1]
-        count = x.shape[-1] // SEGMENT + 1
+    def flags_of(calib: Calib, x: Array) -> Flags:  # [..., 1 or T, S] and [..., 1 or T, 1]
         if fixed:
-            return jnp.broadcast_to(calib["choice"], (*x.shape[:-2], 1 if unit == "group" else x.shape[-2], count))
+            shape = (*x.shape[:-2], 1 if unit == "group" else x.shape[-2])
+            return Flags(*(jnp.broadcast_to(a, (*shape, a.shape[-1])) for a in Flags.of(calib["choice"])))
         if x.ndim == 2:
             return decide(calib, x)
         # One batch of pages at a time: the candidates and their projections never exist for all keys together.
         pages = x.reshape(-1, *x.shape[-2:])
         at_once = max(1, keys_at_once // x.shape[-2])
-        flags = jax.lax.map(functools.partial(decide, calib), pages, batch_size=at_once)
-        return flags.reshape(*x.shape[:-2], -1, count)
+        flags = jax.lax.map(functools.partial(decide, with_rows(calib, measure)), pages, batch_size=at_once)
+        return Flags(*(a.reshape(*x.shape[:-2], *a.shape[1:]) for a in flags))
 
     def fwd(calib: Calib, x: Array) -> tuple[Array, Side]:
         flags = flags_of(calib, x)
-        return turn_by_flags(x, flags), {"flags": flags[..., 0, :] if unit == "group" else flags}
+        stored = Flags(*(jnp.squeeze(a, -2) for a in flags)) if unit == "group" else flags
+        return turn_by_flags(x, flags), {"flags": stored}
 
     def inv(calib: Calib, y: Array, side: Side) -> Array:
-        return turn_by_flags(y, side["flags"][..., None, :] if unit == "group" else side["flags"])
+        flags = Flags.of(side["flags"])
+        return turn_by_flags(y, Flags(*(a[..., None, :] for a in flags)) if unit == "group" else flags)
 
     def query(calib: Calib, q: Array) -> Array:
         return jnp.concatenate([q, turn(q, "segment"), turn(q, "head")], axis=0)
@@ -202,6 +213,7 @@ def select_flags(scheme: Scheme, calib: Calib, keys: Array) -> Array:
             x, side = stage.fwd(calib, x)
             if "flags" in side:
                 break
-        return side["flags"].reshape(-1, side["flags"].shape[-1])
+        flags = side["flags"].joined
+        return flags.reshape(-1, flags.shape[-1])
 
     return jax.lax.map(lambda layer: jax.vmap(head)(*layer), (calib, keys))

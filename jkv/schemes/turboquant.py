@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jkv.core import Center, Scheme, Stage, chain
+from jkv.exact import snap
 from jkv.registry import register
 from jkv.schemes.common import Bits, center_needs, centered, mean_of
 from jkv.stages import affine, codebook, lloyd_sphere, pack, rotate
@@ -29,7 +30,7 @@ def turboquant(bits: Bits = 4, correct: bool = True, qjl: bool = False, center: 
     def tables(head_dim: int) -> dict[str, dict[str, jax.Array]]:
         k = {"levels": jnp.asarray(lloyd_sphere(head_dim, bits - 1 if qjl else bits), jnp.float32)}
         if qjl:
-            k["sketch"] = jax.random.normal(jax.random.key(0), (head_dim, head_dim))
+            k["sketch"] = snap(jax.random.normal(jax.random.key(0), (head_dim, head_dim)))
         return {"k": k | mean_of(center, head_dim), "v": {}}
 
     return Scheme(

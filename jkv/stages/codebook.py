@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jkv.core import SEGMENT, Array, Calib, Side, Stage
+from jkv.exact import inverse_power, inverse_root, product, snap, square_total
 from jkv.stages.floats import e4m3_decode, e4m3_encode, magnitude, to_f16
 from jkv.stages.pack import pack_words, unpack_words
 
 Scaling = Literal["token", "block"]
 
 
-def nearest(levels: Array, x: Array, count: int) -> Array:
-    """Index of the nearest of ``count`` ascending ``levels``; a tie goes to the lower one."""
+def nearest(levels: Any, x: Array, count: int, scale: Array | float = 1.0) -> Array:
+    """Index of the nearest of ``count`` ascending ``levels`` to ``x / scale``; a tie goes to the lower one.
+
+    x is compared with the scaled midpoints: a product rounds alike on all backends, a quotient does not.
+    """
     index = jnp.zeros(x.shape, jnp.int32)
     for i in range(count - 1):
-        index = index + (x > (levels[i] + levels[i + 1]) * 0.5).astype(jnp.int32)
+        index = index + (x > (levels[i] + levels[i + 1]) * 0.5 * scale).astype(jnp.int32)
     return index
+
+
+def _look_up(levels: Any, codes: Array, count: int) -> Array:
+    """``levels[codes]`` by selection: a look-up in memory would wait for every value."""
+    values = jnp.full(codes.shape, levels[0], jnp.float32)
+    for i in range(1, count):
+        values = jnp.where(codes >= i, levels[i], values)
+    return values
 
 
 def _safe(scale: Array) -> Array:
@@ -29,7 +41,8 @@ def _safe(scale: Array) -> Array:
 
 
 def _norm(x: Array) -> Array:
-    return jnp.sqrt(jnp.sum(x * x, axis=-1))
+    square = square_total(x)
+    return product(square, inverse_root(square))
 
 
 def codebook(bits: int, scaling: Scaling = "token", correct: bool = True) -> Stage:
@@ -48,13 +61,14 @@ def codebook(bits: int, scaling: Scaling = "token", correct: bool = True) -> Sta
         levels = calib["levels"]
         if scaling == "block":
             groups = x.reshape(*x.shape[:-1], x.shape[-1] // SEGMENT, SEGMENT)
-            side = {"scale": e4m3_encode(jnp.max(jnp.abs(groups), axis=-1) / calib["scale_mult"])}
+            largest = jnp.max(jnp.abs(groups), axis=-1)
+            side = {"scale": e4m3_encode(largest * inverse_power(calib["scale_mult"]))}
             scale = e4m3_decode(side["scale"]) * calib["scale_mult"]
-            return nearest(levels, groups / _safe(scale)[..., None], count).reshape(x.shape), side
+            return nearest(levels, groups, count, _safe(scale)[..., None]).reshape(x.shape), side
         norm = _norm(x)
-        codes = nearest(levels, x / _safe(norm)[..., None], count)
+        codes = nearest(levels, x, count, _safe(norm)[..., None])
         if correct:
-            norm = norm / _safe(_norm(levels[codes]))
+            norm = product(norm, inverse_root(_safe(square_total(_look_up(levels, codes, count)))))
         return codes, {"norm": to_f16(norm)}
 
     def inv(calib: Calib, y: Array, side: Side) -> Array:
@@ -71,7 +85,8 @@ def qjl(bits: int) -> Stage:
     """TurboQuant's unbiased form: ``bits`` of centroids, then one sign bit of a Gaussian sketch of what they miss.
 
     ``u = x / |x|``, ``r = u - level_code``, stored: codes, ``|x|``, ``|r|`` (float16) and ``sign(S r)``;
-    ``u^ = level_code + sqrt(pi/2) / D * |r| * S^T sign(S r)`` with ``calib["sketch"]: S [D, D]``, N(0, 1) entries.
+    ``u^ = level_code + sqrt(pi/2) / D * |r| * S^T sign(S r)`` with ``calib["sketch"]: S [D, D]``, N(0, 1) entries
+    rounded to eight bits a row (:func:`jkv.exact.snap`).
     Inner products are unbiased at several times the variance: an option to compare with, not a default.
 
     Source: QJL (Zandieh et al., 2024), TurboQuant's inner-product form (2026).
@@ -79,13 +94,14 @@ def qjl(bits: int) -> Stage:
     count = 2**bits
 
     def fwd(calib: Calib, x: Array) -> tuple[Array, Side]:
-        norm = _norm(x)
-        unit = x / _safe(norm)[..., None]
+        square = square_total(x)
+        unit = product(x, inverse_root(_safe(square))[..., None])
         codes = nearest(calib["levels"], unit, count)
-        rest = unit - calib["levels"][codes]
-        sketched = jnp.matmul(rest, calib["sketch"].T, precision=jax.lax.Precision.HIGHEST)
+        rest = unit - _look_up(calib["levels"], codes, count)
+        # Both factors are on a grid of eight bits, so these sums are exact and their signs the same everywhere.
+        sketched = jnp.matmul(snap(rest), calib["sketch"].T, precision=jax.lax.Precision.HIGHEST)
         signs = pack_words((sketched >= 0).astype(jnp.int32), 1)
-        return codes, {"norm": to_f16(norm), "rest": to_f16(_norm(rest)), "signs": signs}
+        return codes, {"norm": to_f16(_norm(x)), "rest": to_f16(_norm(rest)), "signs": signs}
 
     def inv(calib: Calib, y: Array, side: Side) -> Array:
         head_dim = y.shape[-1]

@@ -27,7 +27,8 @@ def to_bf16(x: Array) -> Array:
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     rounded = (bits + jnp.uint32(0x7FFF) + ((bits >> 16) & jnp.uint32(1))) & jnp.uint32(0xFFFF0000)
-    return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(rounded, jnp.float32), x).astype(jnp.bfloat16)
+    finite = (bits & jnp.uint32(0x7F800000)) != jnp.uint32(0x7F800000)
+    return jnp.where(finite, lax.bitcast_convert_type(rounded, jnp.float32), x).astype(jnp.bfloat16)
 
 
 def to_f16(x: Array) -> Array:
@@ -88,8 +89,10 @@ def e4m3(scaled: bool = True) -> Stage:
     return Stage(fwd, inv, bits=lambda head_dim: 8.0)
 
 
-def e2m1_encode(x: Array, ties: Ties = "even") -> Array:
-    """float32 to E2M1 codes (int32 in [0, 16)), saturating at 6: sign << 3 | exponent << 1 | mantissa.
+def e2m1_encode(x: Array, ties: Ties = "even", scale: Array | float = 1.0) -> Array:
+    """float32 ``x / scale`` to E2M1 codes (int32 in [0, 16)), saturating at 6: sign << 3 | exponent << 1 | mantissa.
+
+    x is compared with the code's edges times the scale, which are exact for a scale of up to 20 bits.
 
     ``ties="even"`` rounds half-way cases to the even mantissa; ``"vllm"`` rounds them towards minus infinity, as the
     reference of vLLM's UltraQuant does. -0 is never emitted.
@@ -99,10 +102,11 @@ def e2m1_encode(x: Array, ties: Ties = "even") -> Array:
     code = jnp.zeros(x.shape, jnp.int32)
     # Midpoints between 0, .5, 1, 1.5, 2, 3, 4, 6. Going up at a tie lands on an even mantissa after odd levels.
     for index, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
+        edge = middle * scale
         if ties == "even":
-            up = size >= middle if index % 2 else size > middle
+            up = size >= edge if index % 2 else size > edge
         else:
-            up = jnp.where(positive, size > middle, size >= middle)
+            up = jnp.where(positive, size > edge, size >= edge)
         code = code + up.astype(jnp.int32)
     return jnp.where((x < 0) & (code > 0), code + 8, code)
 
@@ -165,7 +169,7 @@ def mxfp4(c: float = 0.156, rule: Rule = "log2_nearest", ties: Ties = "even") ->
         else:
             side = {"scale": ue8m0_encode(largest * c, rule)}
         scale = loaded(side)[..., None]
-        codes = jnp.where(scale > 0, e2m1_encode(groups / jnp.where(scale > 0, scale, 1.0), ties), 0)
+        codes = jnp.where(scale > 0, e2m1_encode(groups, ties, scale), 0)
         pairs = codes.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
         nibble = lax.broadcasted_iota(jnp.int32, (1, 2), 1) * 4
         return jnp.sum(pairs << nibble, axis=-1).astype(jnp.uint8), side

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jkv.core import SEGMENT, Array, Calib, Side, Stage
 from jkv.errors import JkvError
+from jkv.exact import inverse_power
 from jkv.stages.floats import e4m3_decode, e4m3_encode, magnitude, to_f16
 
 Meta = Literal["e4m3", "f16"]
@@ -36,7 +37,7 @@ def affine(bits: int, along: Along, meta: Meta = "e4m3", clip: float = 1.0) -> S
     ``along="head"``: the group is a whole row, metadata ``[..., T, 1]``.
 
     ``meta="e4m3"`` stores two bytes a group: an E4M3 scale and the group's midpoint in E4M3, each times a float32
-    multiplier per head (``calib["scale_mult"]``, ``calib["zero_mult"]``) that keeps it in range:
+    multiplier per head (``calib["scale_mult"]``, ``calib["zero_mult"]``, powers of two) that keeps it in range:
     ``x^ = midpoint + scale * (code - (2**bits - 1) / 2)``. ``meta="f16"`` stores a float16 scale and minimum:
     ``x^ = minimum + scale * code``. Codes are computed from the metadata as it will be read back. The sign bit of the
     stored scale is free for flags, so readers take its magnitude. A constant group has scale 0 and decodes to its
@@ -58,11 +59,12 @@ def affine(bits: int, along: Along, meta: Meta = "e4m3", clip: float = 1.0) -> S
 
     def stored(calib: Calib, low: Array, high: Array) -> Side:
         middle = (low + high) * 0.5
+        middle = jnp.where(middle == 0, 0.0, middle)  # backends disagree about the sign of a zero minimum
         half = (high - low) * (0.5 * clip)
         if meta == "e4m3":
             return {
-                "scale": e4m3_encode(half * (2.0 / levels) / calib["scale_mult"]),
-                "zero": e4m3_encode(middle / calib["zero_mult"]),
+                "scale": e4m3_encode(half * (2.0 / levels) * inverse_power(calib["scale_mult"])),
+                "zero": e4m3_encode(middle * inverse_power(calib["zero_mult"])),
             }
         return {
             "scale": to_f16(half * (2.0 / levels)),

@@ -1,0 +1,164 @@
+"""Measures of a candidate's error, with the same bits on every backend: ``sum_i p_i(x) (a_i . e)^2``.
+
+The rows ``a_i`` are those of the identity (``recon``), of a root of ``E[q q^T]`` (``channel``) or calibration queries
+(``attention``, with weights ``p_i``). Rows and errors are snapped to a grid of eight bits per segment
+(:func:`jkv.exact.snap`), so their dot products are exact whatever adds them up, and a tensor core may; squares are
+added as integers. Snapping changes a measure by about 1e-3, so choices closer than that may go either way, but
+everywhere the same way.
+
+Rows come in tiles of 64 rows and one segment; a kernel passes objects of its own that load such tiles from memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax.numpy as jnp
+from jax import lax
+
+from jkv.core import SEGMENT, Array, Calib
+from jkv.exact import exp_of_negative, product, snap, total
+
+Measure = Literal["recon", "channel", "attention"]
+Unit = Literal["group", "key"]
+ROWS = 64  # of one tile
+
+
+def tiles_of(rows: Array) -> Array:
+    """Rows ``[N, D]`` as snapped tiles ``[blocks, S, ROWS, 32]``, float32; rows beyond N are zero."""
+    blocks = -(-rows.shape[0] // ROWS)
+    padded = jnp.pad(rows.astype(jnp.float32), ((0, blocks * ROWS - rows.shape[0]), (0, 0)))
+    return snap(jnp.swapaxes(padded.reshape(blocks, ROWS, -1, SEGMENT), 1, 2))
+
+
+def offsets_of(logz: Array) -> Array:
+    """``logz[N]`` as blocks ``[blocks, ROWS]``."""
+    blocks = -(-logz.shape[0] // ROWS)
+    return jnp.pad(logz, (0, blocks * ROWS - logz.shape[0])).reshape(blocks, ROWS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Tiles of rows in arrays: what a kernel replaces by loads."""
+
+    tiles: Array
+    logz: Array | None = None
+
+    @property
+    def blocks(self) -> int:
+        return self.tiles.shape[0]
+
+    def tile(self, block: Array | int, segment: int) -> Array:
+        return self.tiles[block, segment]
+
+    def offset(self, block: Array | int) -> Array | None:
+        return None if self.logz is None else self.logz[block]
+
+
+def with_rows(calib: Calib, measure: Measure) -> Calib:
+    """``calib`` with the measure's rows as tiles under ``"rows"``, where they are not there yet."""
+    if measure == "recon" or "rows" in calib:
+        return calib
+    if measure == "channel":
+        return {**calib, "rows": Rows(tiles_of(calib["w_root"]))}
+    return {**calib, "rows": Rows(tiles_of(calib["queries"]), offsets_of(calib["logz"]))}
+
+
+def segments_of(x: Array) -> list[Array]:
+    """``x[T, D]`` as S segments ``[T, 32]``."""
+    return list(lax.split(x, (SEGMENT,) * (x.shape[-1] // SEGMENT), axis=1))
+
+
+def _dot(e: Array, rows: Array) -> Array:
+    """``e[T, 32] . rows[N, 32] -> [T, N]``, exact: tiles in bfloat16 lose nothing either."""
+    dims = (((1,), (1,)), ((), ()))
+    precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    return lax.dot_general(e.astype(rows.dtype), rows, dims, precision, preferred_element_type=jnp.float32)
+
+
+def _in_order(parts: Sequence[Array]) -> Array:
+    sum_so_far = parts[0]
+    for part in parts[1:]:
+        sum_so_far = sum_so_far + part
+    return sum_so_far
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A measure on one page of T keys.
+
+    ``rows`` is None for the identity; ``keys`` are the segments in two snapped parts, where the weights need them.
+    """
+
+    rows: Any
+    keys: tuple[list[Array], list[Array]] | None
+    unit: Unit
+    tokens: int
+
+    def by_segment(self, errors: Sequence[list[Array]]) -> list[list[Array]]:
+        """``[U]`` of each segment of each candidate, ``S x [T, 32]``; U = T, or 1 where a page is the unit."""
+        count = len(errors[0])
+        if self.rows is None:
+            return [[self._squares(part, None) for part in e] for e in errors]
+        errors = [[snap(part) for part in e] for e in errors]
+
+        def of_block(block: Array | int) -> list[Array]:
+            weights = self._weights(block)
+            rows = [self.rows.tile(block, s) for s in range(count)]
+            return [self._squares(_dot(part, row), weights) for e in errors for part, row in zip(e, rows, strict=True)]
+
+        flat = self._over_blocks(of_block, count * len(errors))
+        return [flat[i : i + count] for i in range(0, len(flat), count)]
+
+    def whole(self, errors: Sequence[list[Array]]) -> list[Array]:
+        """``[U]`` of every candidate, all of its segments together."""
+        if self.rows is None:
+            return [_in_order(self.by_segment([e])[0]) for e in errors]
+        errors = [[snap(part) for part in e] for e in errors]
+
+        def of_block(block: Array | int) -> list[Array]:
+            weights = self._weights(block)
+            rows = [self.rows.tile(block, s) for s in range(len(errors[0]))]
+            dots = ([_dot(part, row) for part, row in zip(e, rows, strict=True)] for e in errors)
+            return [self._squares(_in_order(parts), weights) for parts in dots]
+
+        return self._over_blocks(of_block, len(errors))
+
+    def _weights(self, block: Array | int) -> Array | None:
+        """``p: [T, ROWS]``: probabilities of a key under its block of queries, capped at one."""
+        if self.keys is None:
+            return None
+        count = len(self.keys[0])
+        rows = [self.rows.tile(block, s) for s in range(count)]
+        logits = _in_order([_dot(part, row) for half in self.keys for part, row in zip(half, rows, strict=True)])
+        scaled = product(logits, (count * SEGMENT) ** -0.5)
+        return exp_of_negative(jnp.minimum(scaled - self.rows.offset(block)[None, :], 0.0))
+
+    def _squares(self, z: Array, weights: Array | None) -> Array:
+        per_key = total(z * z if weights is None else z * z * weights, axis=1)
+        return total(per_key, axis=0)[None] if self.unit == "group" else per_key
+
+    def _over_blocks(self, of_block: Callable[[Array | int], list[Array]], count: int) -> list[Array]:
+        """Sums over blocks of rows, one after the other."""
+        if self.rows.blocks == 1:
+            return of_block(0)
+
+        def add(block: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            return tuple(a + b for a, b in zip(sums, of_block(block), strict=True))
+
+        size = 1 if self.unit == "group" else self.tokens
+        return list(lax.fori_loop(0, self.rows.blocks, add, (jnp.zeros(size, jnp.float32),) * count))
+
+
+def measure_of(calib: Calib, x: Array, measure: Measure, unit: Unit) -> Measured:
+    """The measure of errors on the keys ``x[T, D]``."""
+    if measure == "recon":
+        return Measured(None, None, unit, x.shape[0])
+    rows = with_rows(calib, measure)["rows"]
+    if measure == "channel":
+        return Measured(rows, None, unit, x.shape[0])
+    high = [snap(part) for part in segments_of(x)]
+    low = [snap(part - top) for part, top in zip(segments_of(x), high, strict=True)]
+    return Measured(rows, (high, low), unit, x.shape[0])
