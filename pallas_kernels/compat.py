@@ -28,6 +28,8 @@ from jax._src.state import discharge as state_discharge
 from jax._src.state import types as state_types
 from jax.experimental.pallas import triton as plgpu
 
+from jkv.stages.floats import e2m1_decode, ue8m0_decode
+
 Array = jax.Array
 
 # -- launch parameters ------------------------------------------------------------------------------------------------
@@ -65,7 +67,8 @@ def load(
 
     ``ref`` is a whole operand (``pl.BlockSpec(memory_space=pl.ANY)``) of any shape; a row is its last axis. ``offset``
     must be a multiple of the item size. Elements where ``mask`` is false are ``other`` and are not read. ``evict`` is
-    Triton's eviction policy, ``"evict_first"`` for data that is read once.
+    Triton's eviction policy, ``"evict_first"`` for data that is read once. ``row`` may be a tile that broadcasts to
+    ``index``, of the same rank: then every element has a row of its own.
     """
     args = [ref, jnp.int32(row), jnp.int32(offset), index]
     if mask is not None:
@@ -108,17 +111,25 @@ def _values(ctx: Any, operands: Sequence[Any], first: int) -> list[Any]:
 def _pointers(ctx: Any, ref: Any, row: Any, offset: Any, index: Any, dtype: np.dtype) -> Any:
     """Tile of typed pointers: base + row * row bytes + offset, then element ``index``."""
     i64 = ir.IntegerType.get_signless(64)
-    stride = arith.constant(i64, _row_bytes(ctx.avals_in[0]))
     row, offset, index = _values(ctx, (row, offset, index), 1)
-    start = arith.addi(arith.muli(arith.extsi(i64, row), stride), arith.extsi(i64, offset))
+    rows = ctx.avals_in[1].shape
+
+    def tile(element: ir.Type, shape: Sequence[int]) -> ir.Type:
+        return ir.RankedTensorType.get(shape, element) if shape else element
+
+    def spread(x: Any) -> Any:
+        return tt.splat(tile(x.type, rows), x) if rows else x
+
+    start = arith.muli(arith.extsi(tile(i64, rows), row), spread(arith.constant(i64, _row_bytes(ctx.avals_in[0]))))
+    start = arith.addi(start, spread(arith.extsi(i64, offset)))
     base_type = tt.PointerType(ref.type)
     byte = tt.PointerType.get(ir.IntegerType.get_signless(8), base_type.address_space)
     typed = tt.PointerType.get(_signless(dtype), base_type.address_space)
-    base = tt.addptr(byte, ref if ref.type == byte else tt.bitcast(byte, ref), start)
-    base = base if typed == byte else tt.bitcast(typed, base)
+    base = spread(ref if ref.type == byte else tt.bitcast(byte, ref))
+    base = tt.addptr(base.type, base, start)
+    base = base if typed == byte else tt.bitcast(tile(typed, rows), base)
     shape = ctx.avals_in[3].shape
-    tile = ir.RankedTensorType.get(shape, typed) if shape else typed
-    return tt.addptr(tile, triton_lowering._bcast_to(base, shape), index)
+    return tt.addptr(tile(typed, shape), triton_lowering._bcast_to(base, shape), index)
 
 
 def _signless(dtype: np.dtype) -> ir.Type:
@@ -337,6 +348,67 @@ def _asm_lowering(ctx: Any, *args: Any, dtypes: Any, plain: Any, ptx: Any, gcn: 
         types, text.body, constraints=text.constraints, pure=True, packed_element=pack, args=args
     )
     return list(op.results)
+
+
+# -- products of scaled narrow floats ---------------------------------------------------------------------------------
+
+_dot_scaled_p = jax_core.Primitive("jkv_dot_scaled")
+
+
+def dot_scaled(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
+    """``(a * a_scale) @ (b * b_scale).T`` of MX operands: float32 ``[M, N]``, exact products.
+
+    ``a: float8_e4m3fn[M, K]``, ``b: uint8[N, K / 2]`` E2M1 pairs (the even element in the low nibble), scales UE8M0
+    bytes ``uint8[M, K / 32]`` and ``uint8[N, K / 32]``. CDNA4 has an instruction for it; elsewhere Triton multiplies in
+    BF16, which holds both operands exactly.
+    """
+    return _dot_scaled_p.bind(a, b.T, a_scale, b_scale)
+
+
+@_dot_scaled_p.def_abstract_eval
+def _dot_scaled_abstract(a: Any, b: Any, a_scale: Any, b_scale: Any) -> Any:
+    rows, depth = a.shape
+    fits = b.shape[0] * 2 == depth and (a_scale.shape, b_scale.shape) == (
+        (rows, depth // 32),
+        (b.shape[1], depth // 32),
+    )
+    if not fits:
+        shapes = [x.shape for x in (a, b, a_scale, b_scale)]
+        raise ValueError(f"operands {shapes} do not fit: [M, K], [K / 2, N], [M, K / 32], [N, K / 32]")
+    return jax_core.ShapedArray((rows, b.shape[1]), np.dtype("float32"))
+
+
+def _dot_scaled_plain(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
+    def scaled(x: Array, scale: Array) -> Array:
+        return (x.reshape(*scale.shape, 32) * ue8m0_decode(scale)[..., None]).reshape(x.shape)
+
+    pairs = b.T.astype(jnp.int32)
+    values = e2m1_decode(jnp.stack([pairs & 15, pairs >> 4], axis=-1)).reshape(pairs.shape[0], -1)
+    return jnp.matmul(
+        scaled(a.astype(jnp.float32), a_scale), scaled(values, b_scale).T, precision=jax.lax.Precision.HIGHEST
+    )
+
+
+_dot_scaled_p.def_impl(_dot_scaled_plain)
+mlir.register_lowering(_dot_scaled_p, mlir.lower_fun(_dot_scaled_plain, multiple_results=False))
+
+
+@triton_lowering.register_lowering(_dot_scaled_p)
+def _dot_scaled_lowering(ctx: Any, a: Any, b: Any, a_scale: Any, b_scale: Any):
+    result = ir.RankedTensorType.get(ctx.avals_out[0].shape, ir.F32Type.get())
+    return tt.dot_scaled(
+        result,
+        a,
+        b,
+        triton_lowering._full(result, 0.0),
+        tt.ScaleDotElemType.E4M3,
+        tt.ScaleDotElemType.E2M1,
+        False,
+        a_scale=a_scale,
+        b_scale=b_scale,
+        lhs_k_pack=True,
+        rhs_k_pack=True,
+    )
 
 
 # -- lowering without a device ----------------------------------------------------------------------------------------
