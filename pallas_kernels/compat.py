@@ -355,38 +355,30 @@ def _asm_lowering(ctx: Any, *args: Any, dtypes: Any, plain: Any, ptx: Any, gcn: 
 _dot_scaled_p = jax_core.Primitive("jkv_dot_scaled")
 
 
-def dot_scaled(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
-    """``(a * a_scale) @ (b * b_scale).T`` of MX operands: float32 ``[M, N]``, exact products.
+def dot_scaled(a: Array, b: Array, b_scale: Array) -> Array:
+    """``a @ (b * b_scale).T`` with MXFP4 ``b``: float32 ``[M, N]``, exact products.
 
-    ``a: float8_e4m3fn[M, K]``, ``b: uint8[N, K / 2]`` E2M1 pairs (the even element in the low nibble), scales UE8M0
-    bytes ``uint8[M, K / 32]`` and ``uint8[N, K / 32]``. CDNA4 has an instruction for it; elsewhere Triton multiplies in
-    BF16, which holds both operands exactly.
+    ``a: float8_e4m3fn[M, K]``, ``b: uint8[N, K / 2]`` E2M1 pairs (the even element in the low nibble), ``b_scale:
+    uint8[N, K / 32]`` UE8M0 bytes. CDNA4 has an instruction for it; elsewhere Triton multiplies in BF16, which holds
+    both operands exactly. (A scale of ``a`` would be one more operand, but Triton has no such product for CDNA3.)
     """
-    return _dot_scaled_p.bind(a, b.T, a_scale, b_scale)
+    return _dot_scaled_p.bind(a, b.T, b_scale)
 
 
 @_dot_scaled_p.def_abstract_eval
-def _dot_scaled_abstract(a: Any, b: Any, a_scale: Any, b_scale: Any) -> Any:
-    rows, depth = a.shape
-    fits = b.shape[0] * 2 == depth and (a_scale.shape, b_scale.shape) == (
-        (rows, depth // 32),
-        (b.shape[1], depth // 32),
-    )
-    if not fits:
-        shapes = [x.shape for x in (a, b, a_scale, b_scale)]
-        raise ValueError(f"operands {shapes} do not fit: [M, K], [K / 2, N], [M, K / 32], [N, K / 32]")
-    return jax_core.ShapedArray((rows, b.shape[1]), np.dtype("float32"))
+def _dot_scaled_abstract(a: Any, b: Any, b_scale: Any) -> Any:
+    (rows, depth), columns = a.shape, b.shape[1]
+    if b.shape[0] * 2 != depth or b_scale.shape != (columns, depth // 32):
+        raise ValueError(f"operands {a.shape}, {b.shape}, {b_scale.shape} do not fit: [M, K], [K / 2, N], [N, K / 32]")
+    return jax_core.ShapedArray((rows, columns), np.dtype("float32"))
 
 
-def _dot_scaled_plain(a: Array, b: Array, a_scale: Array, b_scale: Array) -> Array:
-    def scaled(x: Array, scale: Array) -> Array:
-        return (x.reshape(*scale.shape, 32) * ue8m0_decode(scale)[..., None]).reshape(x.shape)
-
+def _dot_scaled_plain(a: Array, b: Array, b_scale: Array) -> Array:
     pairs = b.T.astype(jnp.int32)
-    values = e2m1_decode(jnp.stack([pairs & 15, pairs >> 4], axis=-1)).reshape(pairs.shape[0], -1)
-    return jnp.matmul(
-        scaled(a.astype(jnp.float32), a_scale), scaled(values, b_scale).T, precision=jax.lax.Precision.HIGHEST
-    )
+    values = e2m1_decode(jnp.stack([pairs & 15, pairs >> 4], axis=-1))
+    values = values.reshape(*b_scale.shape, 32) * ue8m0_decode(b_scale)[..., None]
+    values = values.reshape(pairs.shape[0], a.shape[1])
+    return jnp.matmul(a.astype(jnp.float32), values.T, precision=jax.lax.Precision.HIGHEST)
 
 
 _dot_scaled_p.def_impl(_dot_scaled_plain)
@@ -394,7 +386,7 @@ mlir.register_lowering(_dot_scaled_p, mlir.lower_fun(_dot_scaled_plain, multiple
 
 
 @triton_lowering.register_lowering(_dot_scaled_p)
-def _dot_scaled_lowering(ctx: Any, a: Any, b: Any, a_scale: Any, b_scale: Any):
+def _dot_scaled_lowering(ctx: Any, a: Any, b: Any, b_scale: Any):
     result = ir.RankedTensorType.get(ctx.avals_out[0].shape, ir.F32Type.get())
     return tt.dot_scaled(
         result,
@@ -404,7 +396,6 @@ def _dot_scaled_lowering(ctx: Any, a: Any, b: Any, a_scale: Any, b_scale: Any):
         tt.ScaleDotElemType.E4M3,
         tt.ScaleDotElemType.E2M1,
         False,
-        a_scale=a_scale,
         b_scale=b_scale,
         lhs_k_pack=True,
         rhs_k_pack=True,

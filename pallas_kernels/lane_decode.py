@@ -20,33 +20,38 @@ from jkv import page as pages
 from jkv.core import PAGE_TOKENS, Array, FlagPlacement, Scheme
 from jkv.page import PageLayout
 from pallas_kernels import compat, lanes
-from pallas_kernels import lane_decode_keys as keys
 from pallas_kernels import lane_decode_values as values
 from pallas_kernels.config import DecodeConfig, tile_tokens
 from pallas_kernels.decode import NOTHING
 from pallas_kernels.geometry import iota, strided
+from pallas_kernels.lane_decode_keys import Keys
 from pallas_kernels.lane_decode_layout import LANES, Side, Tile, checked_sides, is_signed, sides
 from pallas_kernels.options import LOG2_E, AttentionOptions
 
 
 def supports(scheme: Scheme, head_dim: int) -> bool:
     """Whether a lane kernel reads the pages of ``scheme``: integers of 2 to 4 bits, a 16-level table, or MXFP4."""
+    return layout_sides(scheme, head_dim) is not None
+
+
+def layout_sides(scheme: Scheme, head_dim: int) -> tuple[Side, Side] | None:
+    """Both sides of the scheme's own pages, where lane kernels read them."""
     if scheme.simulate is not None or head_dim not in (64, 128, 256):
-        return False
-    return sides(scheme, pages.layout(scheme, head_dim), head_dim) is not None
+        return None
+    return sides(scheme, pages.layout(scheme, head_dim), head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
-    """Everything about one launch that the kernel body is compiled for."""
+class Static:
+    """Everything about one launch that the kernel body is compiled for. ``keys`` scores the K side."""
 
+    keys: Any
     k: Side
     v: Side
     flags: FlagPlacement
     num_kv_heads: int
     pages_per_block: int
     tokens: int
-    copies: int
     rows: int  # query rows of one KV head
     row_tile: int  # of one program
     splits: int
@@ -75,22 +80,38 @@ def split_attention(
     Raises:
       JkvError: for a layout that no lane kernel reads (:func:`supports`).
     """
-    batch, heads, count, rows, dim = copies.shape
+    _, heads, count, rows, dim = copies.shape
     k, v = checked_sides(scheme, page_layout, dim)
-    tokens = PAGE_TOKENS if k.along == "channel" else tile_tokens(config, pages_per_block)
-    static = _Static(
+    row_tile = _row_tile(rows, count, k)
+    static = Static(
+        keys=Keys(k, scheme.flags, count, rows, row_tile),
         k=k,
         v=v,
         flags=scheme.flags,
         num_kv_heads=heads,
         pages_per_block=pages_per_block,
-        tokens=tokens,
-        copies=count,
+        tokens=PAGE_TOKENS if k.along == "channel" else tile_tokens(config, pages_per_block),
         rows=rows,
-        row_tile=_row_tile(rows, count, k),
+        row_tile=row_tile,
         splits=config.num_splits,
         softcap=options.softcap,
     )
+    return launch(static, calib, copies, pool, block_table, stored, first, config, interpret)
+
+
+def launch(
+    static: Static,
+    calib: Any,
+    copies: Array,
+    pool: Array,
+    block_table: Array,
+    stored: Array,
+    first: Array,
+    config: DecodeConfig,
+    interpret: bool,
+) -> tuple[Array, Array, Array]:
+    """The split kernel for any way to score keys."""
+    batch, heads, count, rows, dim = copies.shape
     whole = pl.BlockSpec(memory_space=pl.ANY)
     parallel = batch * heads * static.splits
     o, m, l = pl.pallas_call(
@@ -139,7 +160,7 @@ def _tables(calib: Any, heads: int) -> Array:
     return jnp.concatenate([lanes.table(calib[side].get("levels", none)) for side in "kv"], axis=1)
 
 
-def _kernel(static: _Static, *refs: Any) -> None:
+def _kernel(static: Static, *refs: Any) -> None:
     """One program: one row of the batch, one KV head, one split, one tile of query rows."""
     copies_ref, pool, table, stored_ref, first_ref, mult_ref, levels_ref, o_ref, m_ref, l_ref = refs
     k, v, tokens = static.k, static.v, static.tokens
@@ -156,7 +177,7 @@ def _kernel(static: _Static, *refs: Any) -> None:
         else []
         for at, side in ((0, k), (8, v))
     )
-    queries = keys.load_queries(k, copies_ref, pair, first_row, static.copies, static.rows, static.row_tile)
+    queries = static.keys.load_queries(copies_ref, pair, first_row)
     rows = queries.blocks * queries.rows
 
     def step(number: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -169,7 +190,7 @@ def _kernel(static: _Static, *refs: Any) -> None:
         tile = Tile(pool, block * static.num_kv_heads + head, slot, tokens, static.pages_per_block, seen)
         v_scales = tile.metadata(v.scale)
         head_flag = is_signed(v_scales[0], v.scale) if static.flags == "token" else None
-        s = keys.scores(k, queries, tile, (mults[0], mults[1]), k_tables, static.flags, head_flag)
+        s = static.keys.scores(queries, tile, (mults[0], mults[1]), k_tables, head_flag)
         if static.softcap:
             s = jnp.tanh(s * (1.0 / static.softcap)) * (static.softcap * LOG2_E)
         s = jnp.where(seen[None, :], s, -jnp.inf)
@@ -196,7 +217,7 @@ def _kernel(static: _Static, *refs: Any) -> None:
     compat.store(l_ref, at, 0, row + first_row, l * 2.0**-values.BOOST, mask=mask)
 
 
-def _share(static: _Static, low: Array, stored: Array, split: Array) -> tuple[Array, Array]:
+def _share(static: Static, low: Array, stored: Array, split: Array) -> tuple[Array, Array]:
     """The tiles of one split: an even part of those that hold tokens from ``low`` to ``stored``."""
     tokens = jnp.int32(static.tokens)
     start = lax.div(low, tokens)

@@ -36,17 +36,75 @@ from pallas_kernels.lane_decode_layout import (
 class Queries:
     """Query rows of one program.
 
-    ``planes[i]`` are float16 ``[blocks * rows, 16]``, the channels of plane i, times ``factor(i)``; ``sums[g]`` are
-    float32 ``[blocks * rows]``, sums of the query over group g. A block is a copy of the query; there are 1 or 4 of
+    ``planes[i]`` are float16 ``[blocks * rows, 16]``, the channels of plane i, times ``_factor(side, i)``; ``sums[g]``
+    are float32 ``[blocks * rows]``, sums of the query over group g. A block is a copy of the query; there are 1 or 4 of
     ``rows`` rows each (the fourth is empty). Layouts with one scale a channel keep copies apart instead, as
     ``apart[copy][i]`` of ``[rows, 16]``.
     """
 
     rows: int
     blocks: int
-    planes: Sequence[Array]
-    sums: Sequence[Array]
-    apart: Sequence[Sequence[Array]]
+    planes: Sequence[Array] = ()
+    sums: Sequence[Array] = ()
+    apart: Sequence[Sequence[Array]] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """How the K side of a layout is scored. ``total`` rows of ``copies`` query copies, ``rows`` of them a program."""
+
+    side: Side
+    flags: FlagPlacement
+    copies: int
+    total: int
+    rows: int
+
+    def load_queries(self, ref: Any, pair: Array, first_row: Array) -> Queries:
+        """Rows ``first_row ..`` of ``ref: float32[B * H, C * M * D]``, read once for a program."""
+        side = self.side
+        planes = range(side.planes)
+        if side.along == "channel":
+            apart = [
+                [self._load(ref, pair, first_row, plane, 1, copy) for plane in planes] for copy in range(self.copies)
+            ]
+            return Queries(self.rows, 1, apart=apart)
+        blocks = 4 if self.copies > 1 else 1
+        tiles = [self._load(ref, pair, first_row, plane, blocks, 0) for plane in planes]
+        sums: list[Any] = [0.0] * side.groups
+        if side.zero is not None:
+            for plane, q in enumerate(tiles):
+                part = jnp.sum(q.astype(jnp.float32), axis=1) * (1 / _factor(side, plane))
+                sums[side.group(plane)] = sums[side.group(plane)] + part
+        return Queries(self.rows, blocks, tiles, sums)
+
+    def _load(self, ref: Any, pair: Array, first_row: Array, plane: int, blocks: int, copy: int) -> Array:
+        """One plane of ``blocks`` copies from ``copy`` on, stacked by rows."""
+        shape = (blocks * self.rows, LANES)
+        start, step = self.side.channels(plane)
+        at = iota(shape, 0)
+        copies = copy + _block(at, self.rows)
+        row = (at & (self.rows - 1)) + first_row
+        index = (copies * self.total + row) * self.side.head_dim + strided(shape, (0, step), start)
+        mask = (row < self.total) & (copies < self.copies)
+        values = compat.load(ref, pair, 0, index, jnp.float32, mask=mask)
+        return (values * _factor(self.side, plane)).astype(jnp.float16)
+
+    def scores(
+        self,
+        queries: Queries,
+        tile: Tile,
+        multipliers: tuple[Array, Array],
+        tables: list[Array],
+        head_flag: Array | None,
+    ) -> Array:
+        """Base-2 scores ``[blocks * rows, tokens]`` of one tile, the same in every block.
+
+        ``multipliers`` are those of scales and offsets; ``head_flag: bool[tokens]`` comes from V's metadata where
+        flags are per token.
+        """
+        if self.side.along == "channel":
+            return _by_channel(self.side, queries, tile, multipliers, self.flags == "group")
+        return _by_token(self.side, queries, tile, multipliers, tables, head_flag)
 
 
 def _factor(side: Side, plane: int) -> float:
@@ -60,58 +118,28 @@ def _weight(side: Side) -> float:
     return 2.0 ** round((max(powers) + min(powers)) / 2)
 
 
-def load_queries(side: Side, ref: Any, pair: Array, first_row: Array, copies: int, total: int, rows: int) -> Queries:
-    """Read query rows ``first_row ..`` of ``copies[B * H, C * M * D]`` once for a program; ``total`` is M."""
-    stacked = copies > 1 and side.along != "channel"
-    blocks = 4 if stacked else 1
-
-    def load(plane: int, copy: int | None) -> Array:
-        shape = (blocks * rows, LANES)
-        start, step = side.channels(plane)
-        at = iota(shape, 0)
-        block: Any = _block(at, rows) if stacked else copy
-        row = (at & (rows - 1)) + first_row
-        mask = (row < total) & (block < copies) if stacked else row < total
-        index = (block * total + row) * side.head_dim + strided(shape, (0, step), start)
-        values = compat.load(ref, pair, 0, index, jnp.float32, mask=mask)
-        return (values * _factor(side, plane)).astype(jnp.float16)
-
-    if side.along == "channel":
-        apart = [[load(plane, copy) for plane in range(side.planes)] for copy in range(copies)]
-        return Queries(rows, 1, (), (), apart)
-    planes = [load(plane, 0) for plane in range(side.planes)]
-    sums: list[Any] = [0.0] * side.groups
-    if side.zero is not None:
-        for plane, q in enumerate(planes):
-            part = jnp.sum(q.astype(jnp.float32), axis=1) * (1 / _factor(side, plane))
-            sums[side.group(plane)] = sums[side.group(plane)] + part
-    return Queries(rows, blocks, planes, sums, ())
-
-
 def _block(row: Array, rows: int) -> Array:
     """``row // rows``, for a power of two of rows."""
     return row >> (rows.bit_length() - 1)
 
 
-def scores(
+def _offset(side: Side, raw: Array, multiplier: Array) -> Array:
+    """Raw offsets as float32."""
+    values = small_float(raw, side.zero, magnitude=False).astype(jnp.float32)
+    return values * (multiplier * (1 / unit_of(side.zero))) if side.zero.dtype == jnp.uint8 else values
+
+
+def _by_token(
     side: Side,
     queries: Queries,
     tile: Tile,
     multipliers: tuple[Array, Array],
     tables: list[Array],
-    flags: FlagPlacement,
     head_flag: Array | None,
 ) -> Array:
-    """Base-2 scores ``[blocks * rows, tokens]`` of one tile, the same in every block.
-
-    ``multipliers`` are those of scales and offsets; ``head_flag: bool[tokens]`` comes from V's metadata where flags
-    are per token.
-    """
-    if side.along == "channel":
-        return _by_channel(side, queries, tile, multipliers, flags == "group")
-    scale_mult, zero_mult = multipliers
-    raw_scales = tile.metadata(side.scale)
-    raw_zeros = tile.metadata(side.zero) if side.zero is not None else None
+    """Keys with scales of their own: a product a group, then the token's scale and offset of that group."""
+    scales = tile.metadata(side.scale)
+    offsets = tile.metadata(side.zero) if side.zero is not None else None
     block = _block(iota((queries.blocks * queries.rows, 1), 0), queries.rows)
     total: Any = 0.0
     product: Any = 0.0
@@ -120,17 +148,15 @@ def scores(
         group = side.group(plane)
         if plane + 1 < side.planes and side.group(plane + 1) == group:
             continue
-        scale = scale_values(side, raw_scales[group], scale_mult)
+        scale = scale_values(side, scales[group], multipliers[0])
         part = product * (scale * (1 / _weight(side)))[None, :]
-        if raw_zeros is not None:
-            offset = small_float(raw_zeros[group], side.zero, magnitude=False).astype(jnp.float32)
-            if side.zero.dtype == jnp.uint8:
-                offset = offset * (zero_mult * (1 / unit_of(side.zero)))
+        if offsets is not None:
+            offset = _offset(side, offsets[group], multipliers[1])
             if side.origin:
                 offset = offset - side.origin * scale
             part = part + queries.sums[group][:, None] * offset[None, :]
         if head_flag is not None:
-            turned = jnp.where(head_flag, 2, is_signed(raw_scales[group], side.scale).astype(jnp.int32))
+            turned = jnp.where(head_flag, 2, is_signed(scales[group], side.scale).astype(jnp.int32))
             part = jnp.where(block == turned[None, :], part, 0.0)
         total, product = total + part, 0.0
     if queries.blocks > 1:
@@ -143,25 +169,21 @@ def scores(
 
 def _by_channel(side: Side, queries: Queries, tile: Tile, multipliers: tuple[Array, Array], flagged: bool) -> Array:
     """One page whose keys share a scale and an offset a channel: both go into the query, and so do its flags."""
-    scale_mult, zero_mult = multipliers
     total: Any = 0.0
     constant: Any = 0.0
     for plane, codes in enumerate(unpack(side, tile, [])):
         start, _ = side.channels(plane)
         q = _flagged(side, queries, tile, plane) if flagged else queries.apart[0][plane]
         q = q.astype(jnp.float32)
-        scale = scale_values(side, tile.by_channel(side.scale, start, LANES), scale_mult)
-        zero = small_float(tile.by_channel(side.zero, start, LANES), side.zero, magnitude=False)
-        zero = zero.astype(jnp.float32)
-        if side.zero.dtype == jnp.uint8:
-            zero = zero * (zero_mult * (1 / unit_of(side.zero)))
-        constant = constant + q * ((zero - side.origin * scale) * (1 / _factor(side, plane)))
+        scale = scale_values(side, tile.by_channel(side.scale, start, LANES), multipliers[0])
+        offset = _offset(side, tile.by_channel(side.zero, start, LANES), multipliers[1])
+        constant = constant + q * ((offset - side.origin * scale) * (1 / _factor(side, plane)))
         total = total + compat.dot((q * scale).astype(jnp.float16), codes, trans_b=True)
     return total * (1 / _weight(side)) + jnp.sum(constant, axis=1)[:, None]
 
 
 def _flagged(side: Side, queries: Queries, tile: Tile, plane: int) -> Array:
-    """The copy of a query plane that a page's flags ask for: segment flags and head flags ride in its first scales."""
+    """The copy of a query plane that a page's flags ask for; they ride in the first two scales of a segment."""
     first = side.segment(plane) * SEGMENT
     segment, head = (is_signed(tile.one_channel(side.scale, first + i), side.scale) for i in range(2))
     raw, turned, whole = (copy[plane] for copy in queries.apart)

@@ -13,7 +13,7 @@ from jkv.errors import JkvError
 from jkv.page import Field, PageLayout
 from jkv.stages.pack import word_shape
 from pallas_kernels import compat, lanes
-from pallas_kernels.geometry import strided
+from pallas_kernels.geometry import iota, strided
 
 LANES = 16  # channels of a plane: the depth of one matrix instruction
 
@@ -168,9 +168,13 @@ class Tile:
         return at + lax.div(self.slot, jnp.int32(PAGE_TOKENS)) * field.nbytes
 
     def words(self, field: Field, start: int, count: int) -> Array:
-        """Elements ``start .. start + count`` of every token's row: ``[tokens, count]``."""
-        index = strided((self.tokens, count), (field.nbytes // PAGE_TOKENS // field.dtype.itemsize, 1), start)
-        return compat.load(self.pool, self.row, self.start(field), index, field.dtype)
+        """Elements ``start .. start + count`` of every token's row, zeros beyond its end: ``[tokens, count]``."""
+        width = field.token_nbytes // field.dtype.itemsize
+        shape = (self.tokens, count)
+        mask = iota(shape, 1) < width - start if start + count > width else None
+        return compat.load(
+            self.pool, self.row, self.start(field), strided(shape, (width, 1), start), field.dtype, mask=mask
+        )
 
     def metadata(self, field: Field) -> list[Array]:
         """Every token's row of scales or offsets as raw uint32, one ``[tokens]`` vector a group, from wide loads."""
