@@ -189,7 +189,7 @@ def relative_error(found: np.ndarray, wanted: np.ndarray) -> float:
     """``|found - wanted| / |wanted|`` over all elements; infinite where one is not finite."""
     if not np.isfinite(found).all():
         return float("inf")
-    return float(np.linalg.norm(found - wanted) / max(np.linalg.norm(wanted), 1e-30))
+    return float(np.linalg.norm(found - wanted)) / max(float(np.linalg.norm(wanted)), 1e-30)
 
 
 def different_bytes(cache: KVCache, pool: Array) -> int:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from jkv.cache import KVCache
+from jkv.cache import KVCache, sealed_tokens
 from jkv.core import PAGE_TOKENS, Array, Scheme
 from pallas_kernels import attend as attention
+from pallas_kernels import write
 from pallas_kernels.config import DecodeConfig, decode_config, layout_key
 
 # Where the split kernels live. One that a configuration names may not serve a layout; then the generic one runs.
@@ -62,5 +65,33 @@ def decode_step(
     )
 
 
-def write_rows(cache, calib, k, v, *, interpret):
-    raise NotImplementedError
+def write_rows(cache: KVCache, calib: Any, k: Array, v: Array, *, interpret: bool) -> Array:
+    """The pool after kernels have written the sealed tokens of ``k, v: [B, T, H, D]`` into a cache of empty pages."""
+    scheme = cache.config.plan.layers[0]
+    sealed = np.asarray(sealed_tokens(scheme, cache.length))
+    pool = jnp.zeros_like(cache.layers[0].pages)
+    position = np.arange(k.shape[1])
+    slots = np.full(k.shape[:2], -1, np.int32)
+    for row, count in enumerate(sealed):
+        at = position[:count]
+        blocks = np.asarray(cache.block_table[row])[at // cache.config.block_tokens]
+        slots[row, :count] = blocks * cache.config.block_tokens + at % cache.config.block_tokens
+    kernel = "write" if scheme.granularity == "token" else "flush"
+    tokens = [x.reshape(-1, *x.shape[2:]) for x in (k, v)]
+    return write_step(
+        scheme, write.prepare(scheme, calib), pool, *tokens, jnp.asarray(slots.ravel()), kernel, interpret
+    )
+
+
+def prepare(scheme: Scheme, calib: Any) -> Any:
+    """What the write kernels want of a calibration; made once."""
+    return write.prepare(scheme, calib)
+
+
+def write_step(
+    scheme: Scheme, prepared: Any, pool: Array, k: Array, v: Array, slots: Array, kernel: str, interpret: bool = False
+) -> Array:
+    """Write ``k, v: [N, H, D]`` into ``slots: int32[N]`` token by token; returns the pool."""
+    if kernel == "flush":
+        raise NotImplementedError("no kernel writes whole pages yet")
+    return write.write(scheme, prepared, k, v, pool, slots, interpret=interpret)[0]

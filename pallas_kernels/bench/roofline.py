@@ -102,8 +102,8 @@ def _roofs(axes: Axes, copy: float, compute: float) -> np.ndarray:
     (x0, y0), (x1, y1), _ = axes.transData.transform(corners)
     angle = np.degrees(np.arctan2(y1 - y0, x1 - x0))
     middle = left**0.3 * ridge**0.7
-    words = {"fontsize": 11.5, "color": "#222222", "va": "bottom"}
-    offset = {"xytext": (-8, 8), "textcoords": "offset points"}
+    words: dict[str, Any] = {"fontsize": 11.5, "color": "#222222", "va": "bottom"}
+    offset: dict[str, Any] = {"xytext": (-8, 8), "textcoords": "offset points"}
     axes.annotate(
         f"memory roof: measured copy, {copy / 1e12:.2f} TB/s",
         (middle, copy * middle),

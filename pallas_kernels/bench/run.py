@@ -54,7 +54,7 @@ def cases_of(
     Raises:
       JkvError: for a shape or a scheme that the kernels do not take.
     """
-    if contexts is batches is heads is None:
+    if contexts is None and batches is None and heads is None:
         return [case for spec in specs for case in star(spec, head_dim, block_tokens)]
     batch, context, pair, _ = CENTRE
     sweeps = (contexts or (context,), batches or (batch,), heads or (pair,))

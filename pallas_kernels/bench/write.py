@@ -69,17 +69,16 @@ def row(case: WriteCase, timing: Timing, copy_bandwidth: float) -> dict[str, Any
 def measure(case: WriteCase) -> Timing:
     """Seconds of one launch; the pool is donated and written in place, and every call brings other tokens."""
     scheme = parse(case.scheme)
-    calib = random_calib(scheme, case.num_kv_heads, case.head_dim)
+    prepared = kernels.prepare(scheme, random_calib(scheme, case.num_kv_heads, case.head_dim))
     per_block = _BLOCK_TOKENS // PAGE_TOKENS
     blocks = 2 * case.tokens // _BLOCK_TOKENS
     pool = jnp.zeros((blocks, case.num_kv_heads, per_block * layout(scheme, case.head_dim).nbytes), jnp.uint8)
     inputs = [_tokens(case, blocks, seed) for seed in range(CHAIN)]
 
-    def step(pool: Any, calib: Any, some: Any) -> tuple[Any, Any]:
-        k, v, slots = some
-        return kernels.write_step(scheme, calib, pool, k, v, slots, case.kernel), ()
+    def step(pool: Any, prepared: Any, some: Any) -> tuple[Any, Any]:
+        return kernels.write_step(scheme, prepared, pool, *some, case.kernel), ()
 
-    return time_jax(step, pool, calib, inputs)[0]
+    return time_jax(step, pool, prepared, inputs)[0]
 
 
 def _tokens(case: WriteCase, blocks: int, seed: int) -> tuple[Any, Any, Any]:
