@@ -49,24 +49,8 @@ def spoil(pool: paged.Pool, stored: np.ndarray) -> jax.Array:
     return jnp.asarray(raw)
 
 
-def check(pool: paged.Pool, stored: np.ndarray, q: jax.Array, config: DecodeConfig) -> None:
-    """Outputs within 2e-3 of float64 attention over what is stored; zeros for rows of nothing."""
-    out = paged_attention(
-        pool.scheme,
-        pool.calib,
-        q,
-        spoil(pool, stored),
-        pool.block_table,
-        jnp.asarray(stored),
-        pages_per_block=pool.pages_per_block,
-        config=config,
-    )
-    assert out.dtype == q.dtype and out.shape == q.shape
-    copies = prepare_copies(pool.scheme, pool.calib, q, paged.HEADS)
-    want, _ = paged.attention(pool, copies, stored, np.zeros_like(stored))
-    turn = jax.vmap(pool.scheme.v.turn_back, in_axes=(0, 1), out_axes=1)
-    want = np.asarray(turn(pool.calib["v"], jnp.asarray(want, jnp.float32)), np.float64)
-    got = np.asarray(out.astype(jnp.float32), np.float64)[:, 0].reshape(want.shape)
+def close(got: np.ndarray, want: np.ndarray, stored: np.ndarray) -> None:
+    """Within 2e-3 of float64, row by row; zeros for rows of nothing."""
     for row, count in enumerate(stored):
         if count == 0:
             assert not got[row].any()
@@ -77,7 +61,22 @@ def check(pool: paged.Pool, stored: np.ndarray, q: jax.Array, config: DecodeConf
 @pytest.mark.parametrize("spec", cases.SPECS)
 def test_every_scheme_on_ragged_rows(spec):
     pool = paged.pool(spec, 64, batch=len(LENGTHS))
-    check(pool, LENGTHS, queries(len(LENGTHS), 4, 64).astype(jnp.float32), CONFIG)
+    q = queries(len(LENGTHS), 4, 64).astype(jnp.float32)
+    copies, none = prepare_copies(pool.scheme, pool.calib, q, paged.HEADS), np.zeros_like(LENGTHS)
+    call = functools.partial(
+        split_attention,
+        pool.scheme,
+        page_layout=pool.layout,
+        pages_per_block=pool.pages_per_block,
+        config=CONFIG,
+        options=AttentionOptions(),
+        interpret=jax.default_backend() != "gpu",
+    )
+    operands = (pool.calib, copies, spoil(pool, LENGTHS), pool.block_table, jnp.asarray(LENGTHS), jnp.asarray(none))
+    out, mass = paged.merge(*jax.jit(call)(*operands))
+    want, want_mass = paged.attention(pool, copies, LENGTHS, none)
+    close(out, want, LENGTHS)
+    np.testing.assert_allclose(mass[LENGTHS > 0], want_mass[LENGTHS > 0], atol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +92,28 @@ def test_every_scheme_on_ragged_rows(spec):
         ("flagrot-auto:bits=2,mode=key", 128, 8, 64, 2, 2),
         ("flagrot-auto:bits=4,mode=fixed", 96, 1, 32, 2, 4),
         ("ultraquant", 96, 4, 64, 2, 2),
+        ("rtn:bits=4,rotation=head,center=on", 128, 2, 64, 2, 2),
+        ("ultra-tq:v=same", 96, 4, 64, 2, 2),
     ],
 )
 def test_shapes(spec, dim, group, tokens, pages_per_block, splits):
     pool = paged.pool(spec, dim, batch=2, blocks=4 // pages_per_block or 1, pages_per_block=pages_per_block)
     config = DecodeConfig(num_splits=splits, tokens=tokens)
-    check(pool, np.array([65, 90], np.int32), queries(2, paged.HEADS * group, dim).astype(jnp.float32), config)
+    stored, q = np.array([65, 90], np.int32), queries(2, paged.HEADS * group, dim).astype(jnp.float32)
+    out = paged_attention(
+        pool.scheme,
+        pool.calib,
+        q,
+        spoil(pool, stored),
+        pool.block_table,
+        jnp.asarray(stored),
+        pages_per_block=pages_per_block,
+        config=config,
+    )
+    want, _ = paged.attention(pool, prepare_copies(pool.scheme, pool.calib, q, paged.HEADS), stored, 0 * stored)
+    turn = jax.vmap(pool.scheme.v.turn_back, in_axes=(0, 1), out_axes=1)
+    want = np.asarray(turn(pool.calib["v"], jnp.asarray(want, jnp.float32)), np.float64)
+    close(np.asarray(out, np.float64)[:, 0].reshape(want.shape), want, stored)
 
 
 def test_output_has_the_type_of_the_query():
