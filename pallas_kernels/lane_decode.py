@@ -25,7 +25,8 @@ from pallas_kernels.config import DecodeConfig, tile_tokens
 from pallas_kernels.decode import NOTHING
 from pallas_kernels.geometry import iota, strided
 from pallas_kernels.lane_decode_keys import Keys
-from pallas_kernels.lane_decode_layout import LANES, Side, Tile, checked_sides, is_signed, sides
+from pallas_kernels.lane_decode_layout import LANES, Side, checked_sides, sides
+from pallas_kernels.lane_decode_tile import Tile, is_signed
 from pallas_kernels.options import LOG2_E, AttentionOptions
 
 

@@ -20,16 +20,8 @@ import jax.numpy as jnp
 from jkv.core import SEGMENT, Array, FlagPlacement
 from pallas_kernels import compat
 from pallas_kernels.geometry import iota, strided
-from pallas_kernels.lane_decode_layout import (
-    LANES,
-    Side,
-    Tile,
-    is_signed,
-    scale_values,
-    small_float,
-    unit_of,
-    unpack,
-)
+from pallas_kernels.lane_decode_layout import LANES, Side
+from pallas_kernels.lane_decode_tile import Tile, is_signed, scale_values, small_float, unit_of, unpack
 
 
 @dataclasses.dataclass(frozen=True)

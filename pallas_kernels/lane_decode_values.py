@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jkv.core import Array
 from pallas_kernels import compat
 from pallas_kernels.geometry import iota
-from pallas_kernels.lane_decode_layout import LANES, Side, Tile, scale_values, small_float, unit_of, unpack, unsigned
+from pallas_kernels.lane_decode_layout import LANES, Side
+from pallas_kernels.lane_decode_tile import Tile, scale_values, small_float, unit_of, unpack, unsigned
 
 # Weights are 2**7 times what they are: small ones then are normal float16 numbers, and with the largest E4M3 scale
 # (448), or any scale up to 511, the largest ones are still finite.

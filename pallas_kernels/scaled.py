@@ -27,7 +27,8 @@ from jkv.stages.floats import e4m3_encode
 from pallas_kernels import compat, lane_decode
 from pallas_kernels.config import DecodeConfig, tile_tokens
 from pallas_kernels.geometry import iota
-from pallas_kernels.lane_decode_layout import Side, Tile, checked_sides
+from pallas_kernels.lane_decode_layout import Side, checked_sides
+from pallas_kernels.lane_decode_tile import Tile
 from pallas_kernels.options import AttentionOptions
 
 _ONE = 127  # the exponent field of 1

@@ -80,7 +80,7 @@ def copies(pool: Pool, rows: int, seed: int = 1) -> jax.Array:
     batch, heads, _, dim = pool.k.shape
     q = np.random.default_rng(seed).standard_normal((batch, heads, rows, dim)).astype(np.float32)
     turned = jax.vmap(pool.scheme.k.query, in_axes=(0, 0), out_axes=1)
-    stacked = jax.vmap(turned, in_axes=(None, 0), out_axes=0)(pool.calib["k"], jnp.asarray(q))
+    stacked = jax.jit(jax.vmap(turned, in_axes=(None, 0)))(pool.calib["k"], jnp.asarray(q))
     # vmap over heads puts copies behind them: [B, C, H, M, D] whatever C is.
     return jnp.moveaxis(stacked, 1, 2) * (dim**-0.5 * 1.4426950408889634)
 
