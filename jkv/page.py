@@ -68,7 +68,11 @@ def encode(scheme: Scheme, calib: Calib, k: Array, v: Array) -> Fields:
 
     Flags move into the sign bits of scales here, so the fields are exactly what is stored.
     """
-    k_packed, v_packed = scheme.k.encode(calib["k"], k), scheme.v.encode(calib["v"], v)
+    return named(scheme, scheme.k.encode(calib["k"], k), scheme.v.encode(calib["v"], v))
+
+
+def named(scheme: Scheme, k_packed: Packed, v_packed: Packed) -> Fields:
+    """Both sides' encoded rows as the fields of a page, flags in the sign bits of scales."""
     k_side, v_side = dict(k_packed.side), dict(v_packed.side)
     if scheme.flags != "none":
         flags = k_side.pop("flags")

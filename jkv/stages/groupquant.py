@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import jax.numpy as jnp
+from jax import lax
 
 from jkv.core import SEGMENT, Array, Calib, Side, Stage
 from jkv.errors import JkvError
@@ -19,14 +20,18 @@ def round_to_grid(x: Array, scale: Array, origin: float, levels: int) -> Array:
     """``clip(floor(x / scale + origin + 1/2), 0, levels)`` as int32, the same on every backend; 0 where scale is 0.
 
     Compilers divide differently in the last bit, and BF16 values over 8-bit scales hit exact ties all the time. So a
-    quotient only proposes a code, and comparing x with the code's edges decides: an edge is a small integer (or half)
-    times a scale of at most 11 bits, exact in float32.
+    quotient only proposes the code or the one below, and comparing x with the edge between them decides: an edge is a
+    small integer (or half) times a scale of at most 11 bits, exact in float32.
     """
-    safe = jnp.where(scale > 0, scale, 1.0)
-    near = jnp.clip(jnp.floor(x * (1.0 / safe) + (origin + 0.5)), 0, levels)
-    edge = near - (origin + 0.5)
-    near = near + (x >= (edge + 1.0) * safe).astype(jnp.float32) - (x < edge * safe).astype(jnp.float32)
-    return jnp.where(scale > 0, jnp.clip(near, 0, levels), 0).astype(jnp.int32)
+    positive = scale > 0
+    inverse = 1.0 / (jnp.where(positive, scale, 1.0) * levels)
+    # As a share of the grid, a little low; adding 2**23 rounds a float to a whole number, which its low bits then are.
+    share = jnp.clip(x * inverse + (origin / levels - 2.0**-14), 0.0, 1.0)
+    code = lax.bitcast_convert_type(share * levels + 8388608.0, jnp.int32) & jnp.int32(0xF)
+    # Through bits, because a compiler takes 2**23 - 2**23 for nothing.
+    near = lax.bitcast_convert_type(code | jnp.int32(0x4B000000), jnp.float32) - 8388608.0
+    up = x >= near * scale + (0.5 - origin) * scale
+    return jnp.minimum(code + up.astype(jnp.int32), jnp.where(positive, levels, 0))
 
 
 def affine(bits: int, along: Along, meta: Meta = "e4m3", clip: float = 1.0) -> Stage:

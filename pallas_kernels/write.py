@@ -1,0 +1,165 @@
+"""Encode tokens and store them where they belong, K and V in one launch: ``tail=0``, and prompts of such caches.
+
+A program takes a few tokens of one KV head, settles them as :func:`jkv.write.settle` does, runs the scheme's own
+encoder on the tile and stores every field at its token's slot. The bytes are those of :func:`jkv.store.store`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from jkv import page as pages
+from jkv.core import PAGE_TOKENS, Array, Scheme
+from jkv.errors import JkvError
+from pallas_kernels import compat
+from pallas_kernels.encoding import (
+    Prepared,
+    calib_in_kernel,
+    check_pool,
+    check_range,
+    iota,
+    operands,
+    prepare,
+    settle,
+    store_entry,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WriteConfig:
+    """How a write kernel is launched: ``tokens`` a program (a power of two, 16 or more) and warps.
+
+    ``lane_channels`` shapes the tile: that many consecutive channels of a token lie side by side in a warp, 8 of them
+    in one thread; the token's other channels are registers of the same threads.
+    """
+
+    tokens: int = 16
+    num_warps: int = 1
+    lane_channels: int = 16
+
+    def __post_init__(self) -> None:
+        allowed = {"tokens": (16, 32, 64, 128), "num_warps": (1, 2, 4, 8), "lane_channels": (8, 16, 32)}
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise JkvError(f"{name}={getattr(self, name)} is not allowed; {name} must be one of {values}")
+
+
+def default_config(scheme: Scheme, tokens: int) -> WriteConfig:
+    """Small tiles for a decoding step, larger ones for a prompt; several warps where a selector needs registers."""
+    selects = scheme.flags != "none" and "choice" not in scheme.k_needs
+    if selects:
+        return WriteConfig(16, 4)
+    return WriteConfig(16, 1) if tokens <= 2048 else WriteConfig(64, 4)
+
+
+def load_rows(ref: Any, *, head: Any, row: Array, live: Array, dim: int, lane_channels: int) -> Array:
+    """Rows ``row[T]`` of one head of ``ref: [N, H * D]`` as a tile ``[T, D]``; rows that are not live are zero."""
+    shape = (row.shape[0], dim // lane_channels, lane_channels)
+    index = head * dim + iota(shape, 1) * lane_channels + iota(shape, 2)
+    where = jnp.broadcast_to(live[:, None, None], shape)
+    tile = compat.load(ref, row[:, None, None], 0, index, ref.dtype, mask=where, evict="evict_first")
+    return tile.reshape(row.shape[0], dim)
+
+
+def load_mean(ref: Any, head: Any, dim: int) -> Array:
+    return compat.load(ref, head, 0, iota((1, dim), 1), jnp.float32)
+
+
+def _kernel(
+    slots: Any, k_ref: Any, v_ref: Any, *refs: Any, scheme: Scheme, layout: Any, pages_per_block: int,
+    prepared: Prepared, config: WriteConfig, num_heads: int, dim: int,
+) -> None:  # fmt: skip
+    *arrays, _, pool, bad = refs
+    head, count = pl.program_id(1), k_ref.shape[0]
+    token = pl.program_id(0) * config.tokens + iota((config.tokens,), 0)
+    slot = compat.load(slots, 0, 0, token, jnp.int32, mask=token < count, other=-1)
+    live = slot >= 0
+    row = jnp.minimum(token, count - 1)
+    load = functools.partial(load_rows, head=head, row=row, live=live, dim=dim, lane_channels=config.lane_channels)
+    inside = calib_in_kernel(prepared, tuple(arrays), head)
+    # One side after the other: both at once would not fit the registers.
+    v, v_wrong = settle(load(v_ref), None)
+    v_packed = scheme.v.encode(inside["v"], v)
+    mean = load_mean(arrays[list(prepared.k).index("mean")], head, dim) if "mean" in prepared.k else None
+    k, k_wrong = settle(load(k_ref), mean)
+    fields = pages.named(scheme, scheme.k.encode(inside["k"], k), v_packed)
+    compat.store(bad, head, 0, row, v_wrong + k_wrong, mask=token < count)
+    block_tokens = pages_per_block * PAGE_TOKENS
+    safe = jnp.maximum(slot, 0)
+    block, entry = safe // block_tokens, safe % block_tokens
+    for field in layout.fields:
+        store_entry(field, pages_per_block, pool, block * num_heads + head, entry, fields[field.name], live)
+
+
+def write(
+    scheme: Scheme,
+    calib: Any,
+    k: Array,
+    v: Array,
+    pool: Array,
+    slots: Array,
+    *,
+    config: WriteConfig | None = None,
+    interpret: bool | None = None,
+) -> tuple[Array, Array]:
+    """Encode ``k, v: [N, H, D]`` token by token into ``pool: uint8[num_blocks, H, block bytes]``.
+
+    ``slots: int32[N]`` is ``block * block_tokens + position`` of every token; a negative slot skips it. ``calib`` is
+    one layer of :func:`jkv.calibration.bind`, or :func:`pallas_kernels.encoding.prepare` of it. Returns the pool,
+    updated in place where it is donated, and ``int32[H, N]``: how many values of a token were not finite (they are
+    stored as zero).
+
+    Raises:
+      JkvError: for a scheme that stores whole pages, shapes that do not fit, or (outside ``jit``) a slot out of range.
+    """
+    if scheme.granularity == "group":
+        raise JkvError(f"scheme {scheme.spec!r} encodes whole pages; use flush, or write_pages")
+    if k.ndim != 3 or k.shape != v.shape or slots.shape != k.shape[:1]:
+        raise JkvError(
+            f"k {tuple(k.shape)}, v {tuple(v.shape)} and slots {tuple(slots.shape)} do not fit; they must be "
+            "[N, H, D] twice and [N]"
+        )
+    count, heads, dim = k.shape
+    layout, pages_per_block = check_pool(scheme, dim, pool, heads)
+    check_range("slots", slots, pool.shape[0] * pages_per_block * PAGE_TOKENS)
+    prepared = calib if isinstance(calib, Prepared) else prepare(scheme, calib)
+    return _launch(
+        prepared, k, v, pool, slots, scheme, layout, pages_per_block, config or default_config(scheme, count),
+        jax.default_backend() != "gpu" if interpret is None else interpret,
+    )  # fmt: skip
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))
+def _launch(
+    prepared: Prepared, k: Array, v: Array, pool: Array, slots: Array, scheme: Scheme, layout: Any,
+    pages_per_block: int, config: WriteConfig, interpret: bool,
+) -> tuple[Array, Array]:  # fmt: skip
+    count, heads, dim = k.shape
+    arrays = operands(prepared)
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), prepared)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    kernel = functools.partial(
+        _kernel, scheme=scheme, layout=layout, pages_per_block=pages_per_block, prepared=shapes, config=config,
+        num_heads=heads, dim=dim,
+    )  # fmt: skip
+    out = pl.pallas_call(
+        kernel,
+        grid=(pl.cdiv(count, config.tokens), heads),
+        in_specs=[anywhere] * (4 + len(arrays)),
+        out_specs=[anywhere, anywhere],
+        out_shape=[
+            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+            jax.ShapeDtypeStruct((heads, count), jnp.int32),
+        ],
+        input_output_aliases={3 + len(arrays): 0},
+        compiler_params=compat.compiler_params(config.num_warps, 1),
+        interpret=interpret,
+        name="jkv_write",
+    )(slots[None].astype(jnp.int32), k.reshape(count, -1), v.reshape(count, -1), *arrays, pool)
+    return out[0], out[1]
