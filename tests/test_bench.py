@@ -15,7 +15,20 @@ from jkv.errors import JkvError
 from jkv.page import layout
 from jkv.registry import parse
 from pallas_kernels import config as configs
-from pallas_kernels.bench import baselines, caches, candidates, cases, markdown, result, roofline, table, timing, tuning
+from pallas_kernels.bench import (
+    baselines,
+    caches,
+    candidates,
+    cases,
+    kernels,
+    markdown,
+    result,
+    roofline,
+    table,
+    timing,
+    tuning,
+)
+from pallas_kernels.bench import decode as decodes
 from pallas_kernels.bench import write as writes
 from pallas_kernels.bench.cases import BenchCase, decode_bytes, decode_flops, write_bytes
 from pallas_kernels.bench.timing import Timing
@@ -247,7 +260,7 @@ def test_terminal_tables_fit(width, capsys):
         out.print(table.table(table.write_cells(rows), title, width))
     out.print(table.table(table.correctness_cells(document["correctness"]), "correctness", width))
     text = capsys.readouterr().out
-    assert "flagrot-auto:" in text and "FAILS" in text and "flush 8,192 tokens" in text
+    assert "flagrot-auto:" in text and "FAILS" in text and "pages 8,192 tokens" in text
     assert table.error_lines(document["correctness"]) == ["error: fp8, decode, relative error: ValueError: no"]
     assert max(map(len, text.splitlines())) <= width
     assert not any(len(line.strip()) == 1 for line in text.splitlines())  # no word is cut into letters
@@ -376,3 +389,33 @@ def test_tuning_keeps_to_its_device_and_reports_failures(tmp_path, monkeypatch):
 
 def test_configs_are_plain_data():
     assert json.loads(json.dumps(dataclasses.asdict(DecodeConfig()))) == dataclasses.asdict(DecodeConfig())
+
+
+@pytest.mark.parametrize("kernel", ["write", "pages", "flush"])
+def test_a_write_kernel_is_timed_in_place(kernel, monkeypatch):
+    monkeypatch.setattr(writes, "CHAIN", 2)
+    monkeypatch.setattr(writes, "time_jax", lambda *args: timing.time_jax(*args, repeats=2, run_seconds=1e-4))
+    taken = writes.measure(writes.WriteCase("rtn:bits=4", kernel, 64, 2, 64), interpret=jax.default_backend() != "gpu")
+    assert taken.seconds > 0
+
+
+def test_every_scheme_is_written_by_the_kernels_that_can():
+    found = {
+        (c.scheme, c.kernel, c.tokens)
+        for c in writes.cases(("fp8", "fp8:tail=0", "flagrot-kivi:bits=2,mode=group"), 8, 64)
+    }
+    assert {("fp8", "write", 256), ("fp8", "flush", 256), ("fp8", "pages", 8192)} <= found
+    assert {kernel for spec, kernel, _ in found if spec == "fp8:tail=0"} == {"write"}
+    assert {kernel for spec, kernel, _ in found if spec == "flagrot-kivi:bits=2,mode=fixed"} == {"pages", "flush"}
+
+
+def test_a_decoding_step_is_timed(monkeypatch):
+    real = kernels.attention.paged_attention
+    slow = jax.default_backend() != "gpu"
+    monkeypatch.setattr(kernels.attention, "paged_attention", lambda *a, **k: real(*a, **(k | {"interpret": slow})))
+    monkeypatch.setattr(decodes, "CHAIN", 2)
+    monkeypatch.setattr(decodes, "_MOST_SETS", 2)
+    prepared = decodes.Prepared(case("fp8", context=64))
+    assert len(prepared.inputs) == 2 and prepared.seconds(DecodeConfig()) > 0
+    ran = kernels.kernel_that_runs(DecodeConfig("lane"), parse("bf16"), 64)
+    assert ran == "generic" and kernels.available(parse("bf16"), 64)[0] == "generic"

@@ -6,8 +6,10 @@ import jax
 import pytest
 
 from jkv.cli import main
-from pallas_kernels.bench import baselines, correctness, decode, run, tuning
+from jkv.registry import parse
+from pallas_kernels.bench import baselines, correctness, decode, kernels, run, tuning
 from pallas_kernels.bench import write as writes
+from pallas_kernels.bench.caches import random_calib
 from pallas_kernels.bench.timing import Timing
 
 from .evaluate.test_plot import png_size
@@ -95,13 +97,19 @@ def test_a_check_that_fails_or_raises_makes_the_exit_code_1(bench, monkeypatch):
 def test_wrong_attention_and_wrong_bytes_are_seen(monkeypatch):
     monkeypatch.setattr(correctness, "LENGTHS", (0, 33, 64))
     monkeypatch.setattr(correctness.kernels, "attend", lambda cache, calib, q, **_: q)
-    monkeypatch.setattr(
-        correctness.kernels, "write_rows", lambda cache, calib, k, v, interpret: cache.layers[0].pages ^ 1
-    )
+    monkeypatch.setattr(correctness.kernels, "write_rows", lambda cache, *_, **__: cache.layers[0].pages ^ 1)
     attention, written = correctness.check("bf16", head_dim=64, interpret=True)[:2]
     assert attention["measured"] > 0.1 and not attention["holds"]
     pages = 3 * 2 * 2 * 32 * 64 * 2  # three sealed pages, two heads, K and V in BF16
     assert written["measured"] == pages and not written["holds"]
+
+
+@pytest.mark.parametrize("kernel", ["write", "pages", "flush"])
+def test_every_write_kernel_gives_the_bytes_of_the_reference(kernel):
+    calib = random_calib(parse("rtn:bits=2"), correctness.KV_HEADS, 64)
+    cache, k, v = correctness.filled("rtn:bits=2", calib, 64, (0, 33, 64))
+    pool = kernels.write_rows(cache, calib, k, v, kernel=kernel, interpret=not on_gpu)
+    assert correctness.different_bytes(cache, pool) == 0 and bool((pool != 0).any())
 
 
 @pytest.fixture

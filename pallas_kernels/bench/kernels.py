@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,8 +11,9 @@ import numpy as np
 
 from jkv.cache import KVCache, sealed_tokens
 from jkv.core import PAGE_TOKENS, Array, Scheme
+from jkv.write import settle
 from pallas_kernels import attend as attention
-from pallas_kernels import write
+from pallas_kernels import encoding, flush, write
 from pallas_kernels.config import DecodeConfig, decode_config, layout_key
 
 # Where the split kernels live. One that a configuration names may not serve a layout; then the generic one runs.
@@ -65,33 +67,53 @@ def decode_step(
     )
 
 
-def write_rows(cache: KVCache, calib: Any, k: Array, v: Array, *, interpret: bool) -> Array:
-    """The pool after kernels have written the sealed tokens of ``k, v: [B, T, H, D]`` into a cache of empty pages."""
-    scheme = cache.config.plan.layers[0]
-    sealed = np.asarray(sealed_tokens(scheme, cache.length))
-    pool = jnp.zeros_like(cache.layers[0].pages)
-    position = np.arange(k.shape[1])
-    slots = np.full(k.shape[:2], -1, np.int32)
-    for row, count in enumerate(sealed):
-        at = position[:count]
-        blocks = np.asarray(cache.block_table[row])[at // cache.config.block_tokens]
-        slots[row, :count] = blocks * cache.config.block_tokens + at % cache.config.block_tokens
-    kernel = "write" if scheme.granularity == "token" else "flush"
-    tokens = [x.reshape(-1, *x.shape[2:]) for x in (k, v)]
-    return write_step(
-        scheme, write.prepare(scheme, calib), pool, *tokens, jnp.asarray(slots.ravel()), kernel, interpret
-    )
+def write_kernels(scheme: Scheme) -> tuple[str, ...]:
+    """The kernels that can write a scheme: tokens one by one, pages of a prompt, pages out of a BF16 ring."""
+    tokens = ("write",) if scheme.granularity == "token" else ()
+    return tokens + (("pages", "flush") if scheme.windows.tail == "page" else ())
 
 
 def prepare(scheme: Scheme, calib: Any) -> Any:
     """What the write kernels want of a calibration; made once."""
-    return write.prepare(scheme, calib)
+    return encoding.prepare(scheme, calib)
 
 
 def write_step(
-    scheme: Scheme, prepared: Any, pool: Array, k: Array, v: Array, slots: Array, kernel: str, interpret: bool = False
+    kernel: str, scheme: Scheme, prepared: Any, pool: Array, operands: Sequence[Array], interpret: bool = False
 ) -> Array:
-    """Write ``k, v: [N, H, D]`` into ``slots: int32[N]`` token by token; returns the pool."""
+    """One launch of a write kernel; returns the pool.
+
+    ``operands`` are ``k, v, slots`` of tokens (``[N, H, D]``, ``[N]``), the same of pages (``[P, 32, H, D]``, ``[P]``),
+    or rings ``[B, H, W, D]``, starts and pages ``[B]``.
+    """
     if kernel == "flush":
-        raise NotImplementedError("no kernel writes whole pages yet")
-    return write.write(scheme, prepared, k, v, pool, slots, interpret=interpret)[0]
+        k, v, start, page = operands
+        return flush.flush(scheme, prepared, k, v, pool, start, page, interpret=interpret)
+    launch = write.write if kernel == "write" else flush.write_pages
+    k, v, slots = operands
+    return launch(scheme, prepared, k, v, pool, slots, interpret=interpret)[0]
+
+
+def write_rows(cache: KVCache, calib: Any, k: Array, v: Array, *, kernel: str, interpret: bool) -> Array:
+    """The pool after a kernel has written the sealed tokens of ``k, v: [B, T, H, D]`` into a cache of empty pages."""
+    scheme = cache.config.plan.layers[0]
+    unit = 1 if kernel == "write" else PAGE_TOKENS  # tokens of an entry
+    per_block = cache.config.block_tokens // unit
+    rows, entries, slots = [], [], []
+    for row, count in enumerate(np.asarray(sealed_tokens(scheme, cache.length)) // unit):
+        at = np.arange(count)
+        rows += [row] * count
+        entries += at.tolist()
+        slots += (np.asarray(cache.block_table[row])[at // per_block] * per_block + at % per_block).tolist()
+    place = jnp.asarray(slots, jnp.int32)
+    entry = np.asarray(entries)[:, None] * unit + np.arange(unit)
+    operands: list[Array] = [x[np.asarray(rows)[:, None], entry] for x in (k, v)]  # [entries, unit, H, D]
+    if kernel == "write":
+        operands = [*(x[:, 0] for x in operands), place]
+    elif kernel == "pages":
+        operands = [*operands, place]
+    else:
+        k, v, _ = settle(calib, operands[0], operands[1], jnp.ones(operands[0].shape[:2], bool))
+        operands = [k, v, jnp.zeros_like(place), place]
+    pool = jnp.zeros_like(cache.layers[0].pages)
+    return write_step(kernel, scheme, prepare(scheme, calib), pool, operands, interpret)

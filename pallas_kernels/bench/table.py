@@ -51,7 +51,7 @@ def decode_cells(rows: list[dict[str, Any]]) -> Cells:
 def by_write(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Rows of one kernel and size together, slowest first, under a title."""
     groups: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: (row["kernel"] != "write", row["tokens"], -row["time_ms"])):
+    for row in sorted(rows, key=lambda row: (row["tokens"], row["kernel"], -row["time_ms"])):
         title = f"{row['kernel']} {row['tokens']:,} tokens, {row['num_kv_heads']} KV heads, head_dim {row['head_dim']}"
         groups.setdefault(title, []).append(row)
     return groups
