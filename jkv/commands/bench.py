@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 NAME = "bench"
 HELP = (
-    "Time the GPU kernels against BF16, FP8 and other libraries, and check their results. "
-    "Without a GPU only the check runs, in interpret mode. "
+    "Time the GPU kernels and check their results. "
+    "Times stand beside those of BF16, FP8 and other libraries. Without a GPU only the check runs, in interpret mode. "
     "Without --context, --batch and --heads, each of them is swept about batch 32, context 32768 and 32/8 heads."
 )
 EXAMPLE = (
