@@ -35,7 +35,7 @@ ALLOWED_FP8_QUERY = 3e-2  # three mantissa bits of the query, which the float64 
 GARBAGE = 1 << 30
 
 
-def check(spec: str, *, head_dim: int, interpret: bool) -> list[dict[str, Any]]:
+def check(spec: str, *, head_dim: int, interpret: bool, lengths: tuple[int, ...] | None = None) -> list[dict[str, Any]]:
     """Rows ``{scheme, what, head_dim, measured, allowed, holds, error}`` of one scheme; a kernel that raises fails.
 
     On a GPU every kernel that serves the layout decodes, extends and writes; in interpret mode, which is slow, one
@@ -43,7 +43,7 @@ def check(spec: str, *, head_dim: int, interpret: bool) -> list[dict[str, Any]]:
     """
     scheme = parse(spec)
     calib = random_calib(scheme, KV_HEADS, head_dim)
-    lengths = LENGTHS if interpret else LONG
+    lengths = lengths or (LENGTHS if interpret else LONG)
     cache, k, v = filled(spec, calib, head_dim, lengths)
     names = kernels.available(scheme, head_dim)
     steps = {"decode": 1} if interpret else {"decode": 1, "extend": EXTEND}
