@@ -362,15 +362,15 @@ def dot_scaled(a: Array, b: Array, b_scale: Array) -> Array:
     uint8[N, K / 32]`` UE8M0 bytes. CDNA4 has an instruction for it; elsewhere Triton multiplies in BF16, which holds
     both operands exactly. (A scale of ``a`` would be one more operand, but Triton has no such product for CDNA3.)
     """
+    (_, depth), columns = a.shape, b.shape[0]
+    if b.shape[1] * 2 != depth or b_scale.shape != (columns, depth // 32):
+        raise ValueError(f"operands {a.shape}, {b.shape}, {b_scale.shape} do not fit: [M, K], [N, K / 2], [N, K / 32]")
     return _dot_scaled_p.bind(a, b.T, b_scale)
 
 
 @_dot_scaled_p.def_abstract_eval
 def _dot_scaled_abstract(a: Any, b: Any, b_scale: Any) -> Any:
-    (rows, depth), columns = a.shape, b.shape[1]
-    if b.shape[0] * 2 != depth or b_scale.shape != (columns, depth // 32):
-        raise ValueError(f"operands {a.shape}, {b.shape}, {b_scale.shape} do not fit: [M, K], [K / 2, N], [N, K / 32]")
-    return jax_core.ShapedArray((rows, columns), np.dtype("float32"))
+    return jax_core.ShapedArray((a.shape[0], b.shape[1]), np.dtype("float32"))
 
 
 def _dot_scaled_plain(a: Array, b: Array, b_scale: Array) -> Array:
