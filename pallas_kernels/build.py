@@ -8,6 +8,7 @@ Nothing is cached: the stages run in memory.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import pathlib
 import re
@@ -45,6 +46,12 @@ class Compiled:
 def available() -> bool:
     """Whether the ``triton`` wheel is installed."""
     return importlib.util.find_spec("triton") is not None
+
+
+def version() -> tuple[int, int]:
+    """Major and minor version of the ``triton`` package."""
+    major, minor = importlib.metadata.version("triton").split(".")[:2]
+    return int(major), int(minor)
 
 
 def platform_of(target: str) -> str:
@@ -89,7 +96,7 @@ def compile(lowered: Lowered, target: str, options: Mapping[str, Any] | None = N
     forms: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "kernel.ttir")
-        path.write_text(lowered.text)
+        path.write_text(_spelled(lowered.text, version()))
         try:
             module = ir.parse_mlir_module(str(path), context)
             module.context = context
@@ -112,6 +119,15 @@ def compile(lowered: Lowered, target: str, options: Mapping[str, Any] | None = N
         shared_bytes=int(metadata["shared"]),
         num_warps=int(metadata["num_warps"]),
     )
+
+
+def _spelled(text: str, triton: tuple[int, int]) -> str:
+    """Triton IR with the hints of its loads and stores as this release of Triton spells them (3.9 changed that)."""
+    if triton >= (3, 9):
+        new = r" {cachePolicy = #tt.cache_policy<cache_modifier = none, eviction_policy = \1>}"
+        return re.sub(r" evictionPolicy = (\w+)", new, text)
+    old = r" \{cachePolicy = #tt\.cache_policy<cache_modifier = none, eviction_policy = (\w+)>\}"
+    return re.sub(old, r" evictionPolicy = \1", text)
 
 
 def sass(compiled: Compiled) -> str:

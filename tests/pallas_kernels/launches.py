@@ -1,0 +1,107 @@
+"""Every kernel as a function of shapes alone, to lower and compile it without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jkv import page as pages
+from jkv.core import PAGE_TOKENS
+from jkv.registry import parse
+from pallas_kernels import build, combine, compat, decode, flush, lane_decode, scaled, warp, write
+from pallas_kernels.config import DecodeConfig, decode_config, layout_key
+from pallas_kernels.options import AttentionOptions
+from tests import cases
+
+BATCH, HEADS, BLOCKS, PAGES_PER_BLOCK = 2, 2, 4, 2
+SPLIT = {"generic": decode, "lane": lane_decode, "scaled": scaled, "warp": warp}
+H200 = "NVIDIA H200"
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """A kernel, a layout and shapes. ``rows`` is query rows a KV head, or tokens (pages) for the writing kernels."""
+
+    kernel: str
+    spec: str
+    head_dim: int = 128
+    rows: int = 4
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.spec} d={self.head_dim} m={self.rows}"
+
+    def lower(self, platform: str) -> compat.Lowered:
+        function, avals = _OTHERS.get(self.kernel, _split)(self, platform)
+        (lowered,) = compat.lower(function, *avals, platform=platform)
+        return lowered
+
+    def compile(self, target: str) -> build.Compiled:
+        return build.compile(self.lower(build.platform_of(target)), target)
+
+    def config(self, platform: str) -> DecodeConfig:
+        """What is shipped: tuned for an H200 where this kernel was the best one there, else a default."""
+        tuned = decode_config(H200, layout_key(parse(self.spec), self.head_dim), self.head_dim, self.rows)
+        if platform == "cuda" and tuned.kernel == self.kernel:
+            return dataclasses.replace(tuned, num_splits=4)
+        warps, stages = {"generic": (4, 2), "lane": (2, 2), "scaled": (2, 2), "warp": (1, 1)}[self.kernel]
+        return DecodeConfig(num_splits=4, num_warps=warps, num_stages=stages)
+
+
+def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _of(launch: Launch) -> tuple[Any, Any, pages.PageLayout, jax.ShapeDtypeStruct]:
+    scheme = parse(launch.spec)
+    calib = jax.tree.map(lambda a: _shape(a.shape, a.dtype), cases.bound(scheme, launch.head_dim, HEADS))
+    layout = pages.layout(scheme, launch.head_dim)
+    return scheme, calib, layout, _shape((9, HEADS, PAGES_PER_BLOCK * layout.nbytes), jnp.uint8)
+
+
+def _split(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    scheme, calib, layout, pool = _of(launch)
+    function = functools.partial(
+        SPLIT[launch.kernel].split_attention,
+        scheme,
+        page_layout=layout,
+        pages_per_block=PAGES_PER_BLOCK,
+        config=launch.config(platform),
+        options=AttentionOptions(),
+        interpret=False,
+    )
+    copies = _shape((BATCH, HEADS, 3 if scheme.flags != "none" else 1, launch.rows, launch.head_dim), jnp.float32)
+    rows = _shape((BATCH,), jnp.int32)
+    return function, (calib, copies, pool, _shape((BATCH, BLOCKS), jnp.int32), rows, rows)
+
+
+def _combine(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    scheme, calib, _, _ = _of(launch)
+    lead = (BATCH, HEADS, 4, launch.rows)
+    partial = (_shape((*lead, launch.head_dim), jnp.float32), _shape(lead, jnp.float32), _shape(lead, jnp.float32))
+    tail = _shape((BATCH, HEADS, PAGE_TOKENS, launch.head_dim), jnp.bfloat16)
+    lengths = combine.Lengths(*[_shape((BATCH,), jnp.int32)] * 4)
+    function = functools.partial(combine.combine, scheme, options=AttentionOptions(), interpret=False)
+    q = _shape((BATCH, 1, HEADS * launch.rows, launch.head_dim), jnp.bfloat16)
+    return function, (calib, q, partial, combine.Exact(tail=(tail, tail)), lengths)
+
+
+def _write(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    scheme, calib, _, pool = _of(launch)
+    x = _shape((launch.rows, HEADS, launch.head_dim), jnp.bfloat16)
+    function = functools.partial(write.write, scheme, interpret=False)
+    return function, (calib, x, x, pool, _shape((launch.rows,), jnp.int32))
+
+
+def _flush(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    scheme, calib, _, pool = _of(launch)
+    tail = _shape((launch.rows, HEADS, PAGE_TOKENS, launch.head_dim), jnp.bfloat16)
+    row = _shape((launch.rows,), jnp.int32)
+    return functools.partial(flush.flush, scheme, interpret=False), (calib, tail, tail, pool, row, row)
+
+
+_OTHERS: dict[str, Callable[..., Any]] = {"combine": _combine, "write": _write, "flush": _flush}
