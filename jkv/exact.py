@@ -84,3 +84,13 @@ def snap(x: Array) -> Array:
     unit = power_below(jnp.max(jnp.abs(x), axis=-1, keepdims=True))
     whole = jnp.floor(x * inverse_power(unit) * 128.0 + 0.5)
     return jnp.clip(whole, -255.0, 255.0) * unit * 2.0**-7
+
+
+def grid_dot(a: Array, b: Array) -> Array:
+    """``a[..., D] . b[N, D] -> [..., N]`` of snapped rows, D up to 256: exact in float32, and in bfloat16 operands too.
+
+    The dtype of ``b`` is that of the product's operands: bfloat16 in kernels, for tensor cores.
+    """
+    dims = (((a.ndim - 1,), (1,)), ((), ()))
+    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
+    return lax.dot_general(a.astype(b.dtype), b, dims, precision, preferred_element_type=jnp.float32)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.core import SEGMENT, Array, Calib
-from jkv.exact import exp_of_negative, product, snap, total
+from jkv.exact import exp_of_negative, grid_dot, product, snap, total
 
 Measure = Literal["recon", "channel", "attention"]
 Unit = Literal["group", "key"]
@@ -71,13 +71,6 @@ def segments_of(x: Array) -> list[Array]:
     return list(lax.split(x, (SEGMENT,) * (x.shape[-1] // SEGMENT), axis=1))
 
 
-def _dot(e: Array, rows: Array) -> Array:
-    """``e[T, 32] . rows[N, 32] -> [T, N]``, exact: tiles in bfloat16 lose nothing either."""
-    dims = (((1,), (1,)), ((), ()))
-    precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-    return lax.dot_general(e.astype(rows.dtype), rows, dims, precision, preferred_element_type=jnp.float32)
-
-
 def _in_order(parts: Sequence[Array]) -> Array:
     sum_so_far = parts[0]
     for part in parts[1:]:
@@ -107,7 +100,9 @@ class Measured:
         def of_block(block: Array | int) -> list[Array]:
             weights = self._weights(block)
             rows = [self.rows.tile(block, s) for s in range(count)]
-            return [self._squares(_dot(part, row), weights) for e in errors for part, row in zip(e, rows, strict=True)]
+            return [
+                self._squares(grid_dot(part, row), weights) for e in errors for part, row in zip(e, rows, strict=True)
+            ]
 
         flat = self._over_blocks(of_block, count * len(errors))
         return [flat[i : i + count] for i in range(0, len(flat), count)]
@@ -121,7 +116,7 @@ class Measured:
         def of_block(block: Array | int) -> list[Array]:
             weights = self._weights(block)
             rows = [self.rows.tile(block, s) for s in range(len(errors[0]))]
-            dots = ([_dot(part, row) for part, row in zip(e, rows, strict=True)] for e in errors)
+            dots = ([grid_dot(part, row) for part, row in zip(e, rows, strict=True)] for e in errors)
             return [self._squares(_in_order(parts), weights) for parts in dots]
 
         return self._over_blocks(of_block, len(errors))
@@ -132,7 +127,7 @@ class Measured:
             return None
         count = len(self.keys[0])
         rows = [self.rows.tile(block, s) for s in range(count)]
-        logits = _in_order([_dot(part, row) for half in self.keys for part, row in zip(half, rows, strict=True)])
+        logits = _in_order([grid_dot(part, row) for half in self.keys for part, row in zip(half, rows, strict=True)])
         scaled = product(logits, (count * SEGMENT) ** -0.5)
         return exp_of_negative(jnp.minimum(scaled - self.rows.offset(block)[None, :], 0.0))
 

@@ -7,6 +7,7 @@ computed from the settled values on every path, so a page has the same bytes how
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -68,22 +69,36 @@ def _replace_layer(cache: KVCache, index: int, layer: LayerCache, bad: Array) ->
     return dataclasses.replace(cache, layers=layers, nonfinite=cache.nonfinite + bad)
 
 
-def _write_pages(cache: KVCache, calib: Any, index: int, pool: Array, page: Array, valid: Array, k: Array, v: Array):
+# Encodes rows ``k, v: [R, H, T, D]`` of one layer, T = 32 or 1, and stores them as entry ``slot[R]`` of ``block[R]``:
+# ``writer(cache, calib, index, pool, block, slot, k, v) -> pool``. A block outside the pool drops its row.
+Writer = Callable[[KVCache, Any, int, Array, Array, Array, Array, Array], Array]
+
+
+def encode_and_store(
+    cache: KVCache, calib: Any, index: int, pool: Array, block: Array, slot: Array, k: Array, v: Array
+) -> Array:
+    """The reference writer; ``calib`` is without the mean key, which settled rows have lost."""
+    fields = encode_heads(cache.config.plan.layers[index], calib, k, v)
+    return store(cache.config.layout(index), cache.config.pages_per_block, pool, block, slot, fields)
+
+
+def _write_pages(
+    cache: KVCache, calib: Any, index: int, pool: Array, page: Array, valid: Array, k: Array, v: Array, writer: Writer
+) -> Array:
     """Encode ``k, v: [B, H, P, 32, D]`` as pages ``page[B, P]`` of each row, where ``valid[B, P]``."""
     block, token = _place(cache, page * PAGE_TOKENS, valid)
     rows = [jnp.moveaxis(x, 1, 2).reshape(-1, x.shape[1], *x.shape[3:]) for x in (k, v)]  # [B * P, H, 32, D]
-    fields = encode_heads(cache.config.plan.layers[index], take_mean(calib)[1], *rows)
     slot = (token // PAGE_TOKENS).ravel()
-    return store(cache.config.layout(index), cache.config.pages_per_block, pool, block.ravel(), slot, fields)
+    return writer(cache, take_mean(calib)[1], index, pool, block.ravel(), slot, *rows)
 
 
-def _write_tokens(cache: KVCache, calib: Any, index: int, pool: Array, token: Array, valid: Array, k: Array, v: Array):
+def _write_tokens(
+    cache: KVCache, calib: Any, index: int, pool: Array, token: Array, valid: Array, k: Array, v: Array, writer: Writer
+) -> Array:
     """Encode ``k, v: [B, H, T, D]`` one token at a time at positions ``token[B, T]``, where ``valid[B, T]``."""
     block, slot = _place(cache, token, valid)
     rows = [jnp.moveaxis(x, 1, 2).reshape(-1, x.shape[1], 1, x.shape[-1]) for x in (k, v)]
-    fields = encode_heads(cache.config.plan.layers[index], take_mean(calib)[1], *rows)
-    layout = cache.config.layout(index)
-    return store(layout, cache.config.pages_per_block, pool, block.ravel(), slot.ravel(), fields)
+    return writer(cache, take_mean(calib)[1], index, pool, block.ravel(), slot.ravel(), *rows)
 
 
 def _sinks(old: LayerCache, length: Array, counts: Array, k: Array, v: Array) -> dict[str, Array]:
@@ -97,7 +112,14 @@ def _sinks(old: LayerCache, length: Array, counts: Array, k: Array, v: Array) ->
 
 
 def prefill(
-    cache: KVCache, calib: list[Any], layer: int, k: Array, v: Array, counts: Array, start: Array | None = None
+    cache: KVCache,
+    calib: list[Any],
+    layer: int,
+    k: Array,
+    v: Array,
+    counts: Array,
+    start: Array | None = None,
+    writer: Writer = encode_and_store,
 ) -> KVCache:
     """Write a chunk ``k, v: [B, T, H, D]`` after each row's tokens: ``counts[B]`` of its tokens, from ``start[B]`` on.
 
@@ -124,7 +146,7 @@ def prefill(
     width = scheme.windows.tail_tokens
     if width == 0:
         token, valid = length[:, None] + offset, offset < counts[:, None]
-        pool = _write_tokens(cache, calib[layer], layer, old.pages, token, valid, k, v)
+        pool = _write_tokens(cache, calib[layer], layer, old.pages, token, valid, k, v, writer)
         return _replace_layer(cache, layer, dataclasses.replace(old, pages=pool, **sinks), bad)
     first = sealed_tokens(scheme, length)
     last = sealed_tokens(scheme, length + counts)
@@ -138,7 +160,9 @@ def prefill(
         x[:, :, : num_pages * PAGE_TOKENS].reshape(*x.shape[:2], num_pages, PAGE_TOKENS, x.shape[-1])
         for x in (staged_k, staged_v)
     ]
-    pool = _write_pages(cache, calib[layer], layer, old.pages, page, page * PAGE_TOKENS < last[:, None], *by_page)
+    pool = _write_pages(
+        cache, calib[layer], layer, old.pages, page, page * PAGE_TOKENS < last[:, None], *by_page, writer
+    )
     held = last[:, None] + (jnp.arange(width) - last[:, None]) % width  # the position that each ring slot shall hold
     at = (held - first[:, None])[:, None, :, None]
     tails = [jnp.take_along_axis(x, at, axis=2) for x in (staged_k, staged_v)]
@@ -172,7 +196,15 @@ def _check_room(cache: KVCache, counts: Array) -> None:
         )
 
 
-def append(cache: KVCache, calib: list[Any], layer: int, k: Array, v: Array, active: Array | None = None) -> KVCache:
+def append(
+    cache: KVCache,
+    calib: list[Any],
+    layer: int,
+    k: Array,
+    v: Array,
+    active: Array | None = None,
+    writer: Writer = encode_and_store,
+) -> KVCache:
     """Write one token ``k, v: [B, 1, H, D]`` at position ``length`` of each active row, in one layer.
 
     ``length`` does not move until :func:`seal`; :func:`jkv.attend.attend` with ``pending=1`` sees the token before.
@@ -190,7 +222,7 @@ def append(cache: KVCache, calib: list[Any], layer: int, k: Array, v: Array, act
     sinks = _sinks(old, length, counts, k, v) if old.sink_k.shape[2] else {}
     width = cache.config.plan.windows.tail_tokens
     if width == 0:
-        pool = _write_tokens(cache, calib[layer], layer, old.pages, length[:, None], counts[:, None] > 0, k, v)
+        pool = _write_tokens(cache, calib[layer], layer, old.pages, length[:, None], counts[:, None] > 0, k, v, writer)
         return _replace_layer(cache, layer, dataclasses.replace(old, pages=pool, **sinks), bad)
     row = jnp.arange(cache.batch)
     slot = jnp.where(counts > 0, length % width, width)  # a slot outside the ring is dropped
@@ -200,7 +232,7 @@ def append(cache: KVCache, calib: list[Any], layer: int, k: Array, v: Array, act
     return _replace_layer(cache, layer, dataclasses.replace(old, tail_k=tail_k, tail_v=tail_v, **sinks), bad)
 
 
-def seal(cache: KVCache, calib: list[Any], active: Array | None = None) -> KVCache:
+def seal(cache: KVCache, calib: list[Any], active: Array | None = None, writer: Writer = encode_and_store) -> KVCache:
     """End a decoding step: ``length += 1`` for active rows, and quantize the pages that thereby left the tail."""
     counts = jnp.ones(cache.batch, jnp.int32) if active is None else jnp.asarray(active).astype(jnp.int32)
     width = cache.config.plan.windows.tail_tokens
@@ -220,7 +252,7 @@ def seal(cache: KVCache, calib: list[Any], active: Array | None = None) -> KVCac
                 jnp.take_along_axis(tail, slot[:, None, :, None], axis=2)[:, :, None]
                 for tail in (old.tail_k, old.tail_v)
             )
-            pool = _write_pages(cache, calib[index], index, old.pages, page, full[:, None], k, v)
+            pool = _write_pages(cache, calib[index], index, old.pages, page, full[:, None], k, v, writer)
             sealed.append(dataclasses.replace(old, pages=pool))
         return tuple(sealed)
 

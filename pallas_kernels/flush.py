@@ -36,7 +36,7 @@ from pallas_kernels.write import load_mean
 class FlushConfig:
     """How a page kernel is launched."""
 
-    num_warps: int = 4
+    num_warps: int = 8
 
     def __post_init__(self) -> None:
         if self.num_warps not in (1, 2, 4, 8):

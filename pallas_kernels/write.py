@@ -50,12 +50,16 @@ class WriteConfig:
                 raise JkvError(f"{name}={getattr(self, name)} is not allowed; {name} must be one of {values}")
 
 
-def default_config(scheme: Scheme, tokens: int) -> WriteConfig:
-    """Small tiles for a decoding step, larger ones for a prompt; several warps where a selector needs registers."""
-    selects = scheme.flags != "none" and "choice" not in scheme.k_needs
-    if selects:
-        return WriteConfig(16, 4)
-    return WriteConfig(16, 1) if tokens <= 2048 else WriteConfig(64, 4)
+def default_config(scheme: Scheme, head_dim: int) -> WriteConfig:
+    """16 tokens a program: enough programs for a decoding step, few enough registers that none spills.
+
+    A selector holds three candidates and its dot products, a rotation two versions of every key: they get more warps.
+    """
+    wide = max(1, head_dim // 128)
+    if scheme.flags != "none" and "choice" not in scheme.k_needs:
+        return WriteConfig(16, 8, 32)
+    turns = any(stage.turns for codec in (scheme.k, scheme.v) for stage in codec.stages)
+    return WriteConfig(16, 2 * wide, 32) if turns or wide > 1 else WriteConfig(16, 1, 16)
 
 
 def load_rows(ref: Any, *, head: Any, row: Array, live: Array, dim: int, lane_channels: int) -> Array:
@@ -125,12 +129,12 @@ def write(
             f"k {tuple(k.shape)}, v {tuple(v.shape)} and slots {tuple(slots.shape)} do not fit; they must be "
             "[N, H, D] twice and [N]"
         )
-    count, heads, dim = k.shape
+    _, heads, dim = k.shape
     layout, pages_per_block = check_pool(scheme, dim, pool, heads)
     check_range("slots", slots, pool.shape[0] * pages_per_block * PAGE_TOKENS)
     prepared = calib if isinstance(calib, Prepared) else prepare(scheme, calib)
     return _launch(
-        prepared, k, v, pool, slots, scheme, layout, pages_per_block, config or default_config(scheme, count),
+        prepared, k, v, pool, slots, scheme, layout, pages_per_block, config or default_config(scheme, dim),
         jax.default_backend() != "gpu" if interpret is None else interpret,
     )  # fmt: skip
 

@@ -54,3 +54,18 @@ def test_leading_axes_are_free_and_jit_changes_nothing():
 def test_refusals_name_head_dim_and_its_divisor(head_dim, divisor):
     with pytest.raises(JkvError, match=rf"head_dim={head_dim} cannot be rotated: .* divisor is {divisor}; .* 32"):
         rotation_order(head_dim)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("kind", ["head", "segment"])
+def test_additions_have_one_order(head_dim, kind):
+    """Bit-equal to butterflies in numpy, smallest stride first, and so on every backend."""
+    x = (np.random.default_rng(1).standard_normal((7, head_dim)) * 100).astype(np.float32)
+    order, stride, y = (rotation_order(head_dim) if kind == "head" else 32), 1, x
+    while stride < order:
+        pairs = y.reshape(7, -1, 2, stride)
+        y = np.stack([pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]], axis=2).reshape(x.shape)
+        stride *= 2
+    want = ((y * np.float32(order**-0.5)).view(np.uint32) & np.uint32(0xFFFFFFFE)).view(np.float32)
+    np.testing.assert_array_equal(jax.jit(turn, static_argnums=1)(x, kind), want)
+    np.testing.assert_array_equal(turn(x, kind), want)

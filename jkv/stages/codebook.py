@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jkv.core import SEGMENT, Array, Calib, Side, Stage
-from jkv.exact import inverse_power, inverse_root, product, snap, square_total
+from jkv.exact import grid_dot, inverse_power, inverse_root, product, snap, square_total
 from jkv.stages.floats import e4m3_decode, e4m3_encode, magnitude, to_f16
 from jkv.stages.pack import pack_words, unpack_words
 
@@ -99,7 +99,7 @@ def qjl(bits: int) -> Stage:
         codes = nearest(calib["levels"], unit, count)
         rest = unit - _look_up(calib["levels"], codes, count)
         # Both factors are on a grid of eight bits, so these sums are exact and their signs the same everywhere.
-        sketched = jnp.matmul(snap(rest), calib["sketch"].T, precision=jax.lax.Precision.HIGHEST)
+        sketched = grid_dot(snap(rest), calib["sketch"])
         signs = pack_words((sketched >= 0).astype(jnp.int32), 1)
         return codes, {"norm": to_f16(_norm(x)), "rest": to_f16(_norm(rest)), "signs": signs}
 
