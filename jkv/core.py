@@ -23,7 +23,7 @@ SEGMENT = 32  # channels of one metadata group and of one FlagRot segment
 
 Array = jax.Array
 Calib = Mapping[str, Any]
-Side = dict[str, Array]
+Side = dict[str, Any]  # arrays, or pytrees of them, by name
 
 
 def _no_query(calib: Calib, q: Array) -> Array:

@@ -156,13 +156,12 @@ def prefill(
     staged_k, staged_v = (_staged(tail, x, position, length) for tail, x in ((old.tail_k, k), (old.tail_v, v)))
     num_pages = (span - width) // PAGE_TOKENS
     page = first[:, None] // PAGE_TOKENS + jnp.arange(num_pages)
-    by_page = [
+    page_k, page_v = (
         x[:, :, : num_pages * PAGE_TOKENS].reshape(*x.shape[:2], num_pages, PAGE_TOKENS, x.shape[-1])
         for x in (staged_k, staged_v)
-    ]
-    pool = _write_pages(
-        cache, calib[layer], layer, old.pages, page, page * PAGE_TOKENS < last[:, None], *by_page, writer
     )
+    whole = page * PAGE_TOKENS < last[:, None]
+    pool = _write_pages(cache, calib[layer], layer, old.pages, page, whole, page_k, page_v, writer)
     held = last[:, None] + (jnp.arange(width) - last[:, None]) % width  # the position that each ring slot shall hold
     at = (held - first[:, None])[:, None, :, None]
     tails = [jnp.take_along_axis(x, at, axis=2) for x in (staged_k, staged_v)]
