@@ -63,7 +63,7 @@ class Keys:
         blocks = 4 if self.copies > 1 else 1
         tiles = [self._load(ref, pair, first_row, plane, blocks, 0) for plane in planes]
         sums: list[Any] = [0.0] * side.groups
-        if side.zero is not None:
+        if side.has_offset:
             for plane, q in enumerate(tiles):
                 part = jnp.sum(q.astype(jnp.float32), axis=1) * (1 / _factor(side, plane))
                 sums[side.group(plane)] = sums[side.group(plane)] + part
@@ -131,7 +131,7 @@ def _by_token(
 ) -> Array:
     """Keys with scales of their own: a product a group, then the token's scale and offset of that group."""
     scales = tile.metadata(side.scale)
-    offsets = tile.metadata(side.zero) if side.zero is not None else None
+    offsets = tile.metadata(side.zero) if side.has_offset else None
     block = _block(iota((queries.blocks * queries.rows, 1), 0), queries.rows)
     total: Any = 0.0
     product: Any = 0.0

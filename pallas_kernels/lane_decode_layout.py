@@ -42,8 +42,13 @@ class Side:
         return self[next(name for name, _ in self.fields if name in ("scale", "norm"))]
 
     @property
-    def zero(self) -> Field | None:
-        return dict(self.fields).get("zero")
+    def has_offset(self) -> bool:
+        return "zero" in dict(self.fields)
+
+    @property
+    def zero(self) -> Field:
+        """The offset, where there is one."""
+        return self["zero"]
 
     @property
     def origin(self) -> float:

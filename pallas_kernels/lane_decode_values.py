@@ -30,7 +30,7 @@ Sums = tuple[tuple[Array, ...], Array | None]
 def empty(side: Side, rows: int) -> Sums:
     """Sums over nothing: float32 ``[rows, 16]`` a plane, and one such tile for the metadata."""
     zeros = tuple(jnp.zeros((rows, LANES), jnp.float32) for _ in range(side.planes))
-    return zeros, jnp.zeros((rows, LANES), jnp.float32) if side.zero is not None else None
+    return zeros, jnp.zeros((rows, LANES), jnp.float32) if side.has_offset else None
 
 
 def add(

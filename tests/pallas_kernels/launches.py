@@ -35,6 +35,7 @@ class Launch:
     def __str__(self) -> str:
         return f"{self.kernel} {self.spec} d={self.head_dim} m={self.rows}"
 
+    @functools.cache  # noqa: B019  (launches are constants, and two targets share a platform)
     def lower(self, platform: str) -> compat.Lowered:
         function, avals = _OTHERS.get(self.kernel, _split)(self, platform)
         (lowered,) = compat.lower(function, *avals, platform=platform)

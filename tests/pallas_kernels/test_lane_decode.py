@@ -27,7 +27,6 @@ LAYOUTS = (
     "flagrot-auto:bits=2,mode=key",
     "flagrot-auto:bits=4,mode=key,meta=f16,center=off,exhaustive=on",
     "flagrot-kivi:bits=2,mode=group,meta=f16,exhaustive=on",
-    "flagrot-kivi:bits=4,mode=group,measure=recon,center=off",
     "ultraquant:c=0.195,ties=vllm",
     "ultraquant:rule=unrounded,center=on",
     "turboquant:bits=4",
@@ -38,13 +37,12 @@ LAYOUTS = (
 SHAPES = (
     ("flagrot-auto:bits=2,mode=key", 128, 8, 128, 4, 3),
     ("flagrot-auto:bits=4,mode=fixed", 256, 40, 32, 2, 1),
-    ("rtn:bits=2,meta=f16", 256, 1, 64, 2, 2),
     ("rtn:bits=3", 128, 24, 64, 2, 2),
     ("flagrot-kivi:bits=2,mode=fixed", 128, 5, 64, 1, 4),
     ("kivi:bits=3", 256, 16, 32, 3, 2),
     ("ultraquant", 128, 3, 128, 4, 2),
     ("ultra-tq", 128, 16, 32, 1, 2),
-    ("turboquant:bits=4", 256, 2, 64, 2, 2),
+    ("turboquant:bits=4", 256, 1, 64, 2, 2),
 )
 
 
