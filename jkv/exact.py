@@ -87,10 +87,11 @@ def snap(x: Array) -> Array:
 
 
 def grid_dot(a: Array, b: Array) -> Array:
-    """``a[..., D] . b[N, D] -> [..., N]`` of snapped rows, D up to 256: exact in float32, and in bfloat16 operands too.
+    """``a[..., M, D] . b[N, D] -> [..., M, N]`` of snapped rows, D up to 256: exact in float32, in any order.
 
-    The dtype of ``b`` is that of the product's operands: bfloat16 in kernels, for tensor cores.
+    Where one of them is bfloat16, which loses nothing, both are taken as such: kernels use tensor cores.
     """
-    dims = (((a.ndim - 1,), (1,)), ((), ()))
-    precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
-    return lax.dot_general(a.astype(b.dtype), b, dims, precision, preferred_element_type=jnp.float32)
+    dtype = jnp.bfloat16 if jnp.bfloat16 in (a.dtype, b.dtype) else jnp.float32
+    dims = (((a.ndim - 1,), (b.ndim - 1,)), ((), ()))
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    return lax.dot_general(a.astype(dtype), b.astype(dtype), dims, precision, preferred_element_type=jnp.float32)

@@ -12,6 +12,7 @@ Rows come in tiles of 64 rows and one segment; a kernel passes objects of its ow
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -41,7 +42,7 @@ def offsets_of(logz: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Tiles of rows in arrays: what a kernel replaces by loads."""
+    """Tiles of rows in arrays, of which all blocks are taken at once; a kernel loads one block after the other."""
 
     tiles: Array
     logz: Array | None = None
@@ -50,11 +51,11 @@ class Rows:
     def blocks(self) -> int:
         return self.tiles.shape[0]
 
-    def tile(self, block: Array | int, segment: int) -> Array:
-        return self.tiles[block, segment]
+    def tile(self, block: None, segment: int) -> Array:
+        return self.tiles[:, segment]
 
-    def offset(self, block: Array | int) -> Array | None:
-        return None if self.logz is None else self.logz[block]
+    def offset(self, block: None) -> Array | None:
+        return self.logz
 
 
 def with_rows(calib: Calib, measure: Measure) -> Calib:
@@ -97,11 +98,11 @@ class Measured:
             return [[self._squares(part, None) for part in e] for e in errors]
         errors = [[snap(part) for part in e] for e in errors]
 
-        def of_block(block: Array | int) -> list[Array]:
+        def of_block(block: Array | int | None) -> list[Array]:
             weights = self._weights(block)
             rows = [self.rows.tile(block, s) for s in range(count)]
             return [
-                self._squares(grid_dot(part, row), weights) for e in errors for part, row in zip(e, rows, strict=True)
+                self._squares(grid_dot(row, part), weights) for e in errors for part, row in zip(e, rows, strict=True)
             ]
 
         flat = self._over_blocks(of_block, count * len(errors))
@@ -113,30 +114,42 @@ class Measured:
             return [_in_order(self.by_segment([e])[0]) for e in errors]
         errors = [[snap(part) for part in e] for e in errors]
 
-        def of_block(block: Array | int) -> list[Array]:
+        def of_block(block: Array | int | None) -> list[Array]:
             weights = self._weights(block)
             rows = [self.rows.tile(block, s) for s in range(len(errors[0]))]
-            dots = ([grid_dot(part, row) for part, row in zip(e, rows, strict=True)] for e in errors)
+            dots = ([grid_dot(row, part) for part, row in zip(e, rows, strict=True)] for e in errors)
             return [self._squares(_in_order(parts), weights) for parts in dots]
 
         return self._over_blocks(of_block, len(errors))
 
-    def _weights(self, block: Array | int) -> Array | None:
-        """``p: [T, ROWS]``: probabilities of a key under its block of queries, capped at one."""
+    def _weights(self, block: Array | int | None) -> Array | None:
+        """``p: [ROWS, T]``: probabilities of a key under its block of queries, capped at one."""
         if self.keys is None:
             return None
+        return self._all_weights if block is None else self._weights_of(block)
+
+    @functools.cached_property
+    def _all_weights(self) -> Array:
+        return self._weights_of(None)
+
+    def _weights_of(self, block: Array | int | None) -> Array:
+        assert self.keys is not None
         count = len(self.keys[0])
         rows = [self.rows.tile(block, s) for s in range(count)]
-        logits = _in_order([grid_dot(part, row) for half in self.keys for part, row in zip(half, rows, strict=True)])
+        logits = _in_order([grid_dot(row, part) for half in self.keys for part, row in zip(half, rows, strict=True)])
         scaled = product(logits, (count * SEGMENT) ** -0.5)
-        return exp_of_negative(jnp.minimum(scaled - self.rows.offset(block)[None, :], 0.0))
+        return exp_of_negative(jnp.minimum(scaled - self.rows.offset(block)[..., None], 0.0))
 
     def _squares(self, z: Array, weights: Array | None) -> Array:
-        per_key = total(z * z if weights is None else z * z * weights, axis=1)
-        return total(per_key, axis=0)[None] if self.unit == "group" else per_key
+        """Of ``z[..., ROWS, T]`` or, without rows, ``[T, 32]``: sums per key ``[..., U]``."""
+        axis = -1 if self.rows is None else -2
+        per_key = total(z * z if weights is None else z * z * weights, axis)
+        return total(per_key, axis=-1)[..., None] if self.unit == "group" else per_key
 
-    def _over_blocks(self, of_block: Callable[[Array | int], list[Array]], count: int) -> list[Array]:
+    def _over_blocks(self, of_block: Callable[[Array | int | None], list[Array]], count: int) -> list[Array]:
         """Sums over blocks of rows, one after the other."""
+        if isinstance(self.rows, Rows):
+            return [_in_order([x[block] for block in range(self.rows.blocks)]) for x in of_block(None)]
         if self.rows.blocks == 1:
             return of_block(0)
 

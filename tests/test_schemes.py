@@ -303,7 +303,7 @@ def test_flags_ride_for_free(spec):
         return packed, scheme.k.decode(calib, packed)
 
     packed, direct = without_page(calib["k"], k)
-    chex.assert_trees_all_equal(packed.side["flags"], flags)
+    chex.assert_trees_all_equal(packed.side["flags"].joined, flags)
     chex.assert_trees_all_equal(packed.codes, fields["k_codes"])
     chex.assert_trees_all_equal(direct, k_hat)
     # The page's scales are the codec's but for their sign bits.

@@ -18,7 +18,7 @@ from pallas_kernels import build, compat
 from pallas_kernels.encoding import prepare
 from pallas_kernels.write import WriteConfig, write
 from tests.cases import SPECS
-from tests.pallas_kernels.writing import BLOCK_TOKENS, BLOCKS, rows, setting, shaped, stored
+from tests.pallas_kernels.writing import BLOCK_TOKENS, BLOCKS, rows, setting, shaped, slow_but, stored
 
 TOKEN_SPECS = [spec for spec in SPECS if parse(spec).granularity == "token"]
 # One of every stage and layout, for what is not repeated with every spec.
@@ -44,7 +44,7 @@ def random_slots(seed: int, count: int = COUNT) -> np.ndarray:
     return slots
 
 
-@pytest.mark.parametrize("spec", TOKEN_SPECS)
+@pytest.mark.parametrize("spec", slow_but(FAMILIES, TOKEN_SPECS))
 def test_bytes_are_those_of_the_reference(spec):
     at, (k, v), slots = setting(spec), rows(COUNT), random_slots(1)
     pool, bad = write(at.scheme, at.calib, k, v, at.pool, jnp.asarray(slots))
@@ -62,7 +62,15 @@ def test_random_slots_and_bf16_rows(seed):
     np.testing.assert_array_equal(pool, stored(at, k, v, slots)[0])
 
 
-@pytest.mark.parametrize("spec, dim", [("flagrot-auto:bits=2,mode=key", 128), ("ultraquant", 128), ("rtn:bits=3", 256)])
+@pytest.mark.parametrize(
+    "spec, dim",
+    [
+        pytest.param("flagrot-auto:bits=2,mode=key", 128, marks=pytest.mark.slow),
+        pytest.param("flagrot-auto:bits=2,mode=key", 256, marks=pytest.mark.slow),
+        ("ultraquant", 128),
+        ("rtn:bits=3", 256),
+    ],
+)
 def test_other_head_dims(spec, dim):
     at, (k, v), slots = setting(spec, dim), rows(20, dim), random_slots(2, 20)
     pool, _ = write(at.scheme, at.calib, k, v, at.pool, jnp.asarray(slots))
@@ -149,7 +157,7 @@ def test_rows_move_sixteen_bytes_at_a_time_and_nothing_spills(spec):
 
 
 @pytest.mark.skipif(not build.available(), reason="needs the triton wheel")
-@pytest.mark.parametrize("target, instruction", [("sm_90", "mma.sync"), ("gfx942", "v_mfma"), ("gfx950", "v_mfma")])
+@pytest.mark.parametrize("target, instruction", [("sm_90", "mma"), ("gfx942", "v_mfma"), ("gfx950", "v_mfma")])
 def test_a_selector_measures_on_matrix_cores(target, instruction):
     config = None if target == "sm_90" else WriteConfig(num_warps=4)  # warps of 64 lanes
     made = build.compile(lowered("flagrot-auto:bits=2,mode=key", build.platform_of(target), config=config), target)

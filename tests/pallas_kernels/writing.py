@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jkv import page as pages
 from jkv.cache import take_mean
@@ -71,3 +73,8 @@ def shaped(spec: str, dim: int, heads: int = 8) -> tuple[Scheme, Any, Any]:
     )
     pool = jax.ShapeDtypeStruct((64, heads, PER_BLOCK * pages.layout(scheme, dim).nbytes), jnp.uint8)
     return scheme, operands, pool
+
+
+def slow_but(quick: Sequence[str], specs: Sequence[str]) -> list[Any]:
+    """Parameters for every spec; those that are not ``quick`` are marked slow, for compiling them takes minutes."""
+    return [spec if spec in quick else pytest.param(spec, marks=pytest.mark.slow) for spec in specs]
