@@ -19,10 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import core as jax_core
+from jax._src import effects
 from jax._src.interpreters import mlir
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.triton import dialect as tt
+from jax._src.pallas import core as pallas_core
 from jax._src.pallas.triton import lowering as triton_lowering
 from jax._src.state import discharge as state_discharge
 from jax._src.state import types as state_types
@@ -43,6 +45,42 @@ def compiler_params(num_warps: int, num_stages: int) -> Any:
 def dot(a: Array, b: Array, *, trans_b: bool = False, precision: str | None = None) -> Array:
     """``a @ b`` (or ``a @ b.T``) of two tiles, float32 result."""
     return plgpu.dot(a, b, trans_b=trans_b, precision=precision)
+
+
+class _LaunchEffect(effects.Effect):
+    """Keeps an equation without results in the kernel."""
+
+
+_launch_effect = _LaunchEffect()
+pallas_core.kernel_local_effects.add_type(_LaunchEffect)
+effects.control_flow_allowed_effects.add_type(_LaunchEffect)
+_limit_registers_p = jax_core.Primitive("jkv_limit_registers")
+_limit_registers_p.multiple_results = True
+
+
+def limit_registers(count: int) -> None:
+    """Let the assembler use ``count`` registers a thread at most (NVIDIA), so that more warps fit.
+
+    Left alone it takes as many as shorten the code, and a kernel that waits for memory wants warps instead.
+    """
+    _limit_registers_p.bind(count=count)
+
+
+@_limit_registers_p.def_effectful_abstract_eval
+def _limit_registers_abstract(*, count: int) -> Any:
+    return [], {_launch_effect}
+
+
+@triton_lowering.register_lowering(_limit_registers_p)
+def _limit_registers_lowering(ctx: Any, *, count: int):
+    op = ir.InsertionPoint.current.block.owner
+    while op.name != "builtin.module":
+        op = op.parent
+    op.attributes["ttg.maxnreg"] = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), count)
+    return []
+
+
+mlir.register_lowering(_limit_registers_p, lambda ctx, *, count: [])
 
 
 # -- rows of bytes ----------------------------------------------------------------------------------------------------
@@ -236,15 +274,12 @@ def _load_words_abstract(ref: Any, row: Any, lane_offset: Any, *, at: int, count
 
 @triton_lowering.register_lowering(_load_words_p)
 def _load_words_lowering(ctx: Any, ref: Any, row: Any, lane_offset: Any, *, at: int, count: int, width: int):
-    i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+    i32 = ir.IntegerType.get_signless(32)
     row, lane_offset = _values(ctx, (row, lane_offset), 1)
     shape = ctx.avals_in[2].shape
     if ctx.context.platform != "cuda":
         return _load_words_portable(ctx, ref, row, lane_offset, at, count, width)
-    stride = arith.constant(i64, _row_bytes(ctx.avals_in[0]))
-    base = arith.addi(tt.ptr_to_int(i64, ref), arith.muli(arith.extsi(i64, row), stride))
-    tile = ir.RankedTensorType.get(shape, i64)
-    address = arith.addi(tt.splat(tile, base), arith.extsi(tile, lane_offset))
+    address = _addresses(ctx, ref, row, lane_offset)
     into = ", ".join(f"${i}" for i in range(count))
     vector = {1: "", 2: ".v2", 4: ".v4"}[count]
     text = f"ld.global.nc{vector}.u{8 * width} {{{into}}}, [${count}+{at}];"
@@ -259,6 +294,15 @@ def _load_words_lowering(ctx: Any, ref: Any, row: Any, lane_offset: Any, *, at: 
         args=[address],
     )
     return list(op.results)
+
+
+def _addresses(ctx: Any, ref: Any, row: Any, lane_offset: Any) -> Any:
+    """Tile of 64-bit addresses: base + row * row bytes + offset of each lane."""
+    i64 = ir.IntegerType.get_signless(64)
+    stride = arith.constant(i64, _row_bytes(ctx.avals_in[0]))
+    base = arith.addi(tt.ptr_to_int(i64, ref), arith.muli(arith.extsi(i64, row), stride))
+    tile = ir.RankedTensorType.get(ctx.avals_in[2].shape, i64)
+    return arith.addi(tt.splat(tile, base), arith.extsi(tile, lane_offset))
 
 
 def _load_words_portable(ctx: Any, ref: Any, row: Any, lane_offset: Any, at: int, count: int, width: int) -> list[Any]:

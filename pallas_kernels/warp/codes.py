@@ -9,6 +9,8 @@ bfloat16's) exponent and mantissa, which scales them by a power of two, subnorma
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -40,26 +42,41 @@ def _first_shifted(bits: int) -> int:
     return 11 // bits
 
 
-def integers(x: Array, bits: int) -> list[Array]:
+class Positions:
+    """The positions of a register, unpacked where they are first asked for: what is unpacked lives briefly."""
+
+    def __init__(self, unpack: Callable[[int], Array]):
+        self._unpack = unpack
+        self._known: dict[int, Array] = {}
+
+    def __getitem__(self, position: int) -> Array:
+        if position not in self._known:
+            self._known[position] = self._unpack(position)
+        return self._known[position]
+
+
+def integers(x: Array, bits: int) -> Positions:
     """Every position as a register of two float16: ``code * 2**(shift_of(position) - 24)``."""
-    down = x >> (_first_shifted(bits) * bits)
-    out = []
-    for position in range(positions(bits)):
-        source = x if position < _first_shifted(bits) else down
+    first = _first_shifted(bits)
+
+    def at(position: int) -> Array:
+        source = x if position < first else x >> (first * bits)
         field = ((1 << bits) - 1) << shift_of(position, bits)
-        out.append(source & jnp.uint32(field | field << 16))
-    return out
+        return source & jnp.uint32(field | field << 16)
+
+    return Positions(at)
 
 
-def e2m1(x: Array, form: str = "f16") -> list[Array]:
+def e2m1(x: Array, form: str = "f16") -> Positions:
     """The four E2M1 positions as registers of two float16 (times 2**-14) or, ``form="bf16"``, bfloat16 (2**-126)."""
     size = 0x0E00 if form == "f16" else 0x01C0
     place = 9 if form == "f16" else 6  # of the code's lowest bit
-    out = []
-    for position in range(4):
-        at = 4 * position
-        out.append(_select(_shifted(x, place - at), _shifted(x, 12 - at), size))
-    return out
+
+    def at(position: int) -> Array:
+        low = 4 * position
+        return _select(_shifted(x, place - low), _shifted(x, 12 - low), size)
+
+    return Positions(at)
 
 
 def _shifted(x: Array, left: int) -> Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import compat
 from pallas_kernels.warp import codes
-from pallas_kernels.warp.meta import TILE, Meta, own_offset
+from pallas_kernels.warp.meta import TILE, Meta
 from pallas_kernels.warp.simt import e4m3_to_f16, full, half2, lane, mma, prmt, unpack_f16
 from pallas_kernels.warp.words import Form, KeyWords, key_words
 
@@ -116,66 +116,69 @@ class TokenKeys:
 
     def scores(self, loaded: dict[str, Any], query: Any) -> list[list[list[Array]]]:
         """``[tile][row half][group]`` raw scores."""
+        sets = [[g.registers(i, query.anew) for i in range(2 if self.flagged else 1)] for g in query.groups]
         found = []
         for tile in range(TILES):
             rows = [self._row(loaded, tile, half, query) for half in range(2)]
             unpacked = [self.codes.unpack(x, None) for x in loaded["k_codes"][tile]]
-            per_group = []
-            for group in query.groups:
-                offset = self._offsets(rows, group)
-                pair = self._segments(unpacked, group.b)
-                whole = self._segments(unpacked, group.b_head) if self.flagged else None
-                per_group.append([self._combine(rows[half], pair, whole, offset[2 * half], half) for half in range(2)])
-            found.append([[per_group[g][half] for g in range(len(per_group))] for half in range(2)])
+            sums = [self._offsets(rows, group) for group in query.groups]  # [group][row half]
+            turned = list(sums)
+            for segment in range(self.meta.segments):
+                steps = [(i, s) for i, s in enumerate(self.codes.words.steps) if s.segment == segment]
+                for g, registers in enumerate(sets):
+                    d = self._chain(unpacked, steps, registers[0])
+                    sums[g] = [self._add(rows, segment, half, d, sums[g][half]) for half in range(2)]
+                    if self.flagged:
+                        d = self._chain(unpacked, steps, registers[1])
+                        turned[g] = [turned[g][half] + rows[half]["scale"][segment] * d[2 * half] for half in range(2)]
+            if self.flagged:
+                sums = [
+                    [jnp.where(rows[half]["head"], whole[half], own[half]) for half in range(2)]
+                    for own, whole in zip(sums, turned, strict=True)
+                ]
+            found.append([[own[half] for own in sums] for half in range(2)])
         return found
 
-    def _segments(self, unpacked: Any, b: list[list[Array]]) -> list[list[Array]]:
-        found = [_zero() for _ in range(self.codes.words.segments)]
-        for step, query in zip(self.codes.words.steps, b, strict=True):
-            found[step.segment] = mma(_a(*unpacked, step), query, found[step.segment])
-        return found
+    def _chain(self, unpacked: Any, steps: Any, b: list[list[Array]]) -> list[Array]:
+        d = _zero()
+        for i, step in steps:
+            d = mma(_a(*unpacked, step), b[i], d)
+        return d
+
+    def _add(self, rows: list[dict[str, Any]], segment: int, half: int, d: list[Array], score: Array) -> Array:
+        dot = d[2 * half]
+        if self.flagged:
+            dot = jnp.where(rows[half]["flags"][segment], d[2 * half + 1], dot)
+        return score + rows[half]["scale"][segment] * dot
 
     def _row(self, loaded: dict[str, Any], tile: int, half: int, query: Any) -> dict[str, Any]:
         meta = self.meta
         scale, zero = (meta.row(loaded[name][tile], half) for name in ("k_scale", "k_zero"))
+        sizes = [w & jnp.uint32(0x7F7F7F7F) for w in scale]
         row: dict[str, Any] = {"scale": meta.floats(meta.e4m3(scale))}
-        offset, size = own_offset(meta, zero, scale)
-        value = half2("fma", offset, query.zero_share, half2("mul", size, query.scale_share))
-        if not self.flagged:
-            row["a"] = [value & query.lanes[0]]
-            return row
-        row["flags"] = meta.flags(scale)
-        first = meta.row(loaded["v_scale"][tile], half)[0]
-        row["head"] = (first & jnp.uint32(0x80)) != 0
-        head = prmt(first, first, 0x8888)
-        segment = meta.own_pair(scale, signs=True)
-        row["a"] = [value & (((segment ^ flip) & ~head & keep) | (head & whole)) for flip, keep, whole in query.lanes]
+        masks = query.lanes
+        if self.flagged:
+            row["flags"] = meta.flags(scale)
+            first = meta.row(loaded["v_scale"][tile], half)[0]
+            row["head"] = (first & jnp.uint32(0x80)) != 0
+            head, segment = prmt(first, first, 0x8888), meta.own_flags(scale)
+            masks = [((segment ^ flip) & ~head & keep) | (head & whole) for flip, keep, whole in query.lanes]
+        row["a"] = [[x & mask for mask in masks] for x in (meta.own_pair(zero), meta.own_pair(sizes))]
         return row
 
     def _offsets(self, rows: list[dict[str, Any]], group: Any) -> list[Array]:
-        """Offsets times query sums, by matrix operations: registers as a D tile."""
+        """Midpoints and scales times query sums, by matrix operations: one float32 a row half.
+
+        Both factors are exact in float16: metadata has four bits, and sums are split over the two columns of a query.
+        """
         zero = full(0, jnp.uint32)
         d = _zero()
-        for first in range(0, len(rows[0]["a"]), 2):
-            parts = [row["a"][first : first + 2] for row in rows]
-            a = [parts[0][0], parts[1][0], *((p[1] if len(p) > 1 else zero) for p in parts)]
-            for b in (group.sums[first // 2], group.sums_rest[first // 2]):
-                d = mma(a, b, d)
-        return d
-
-    def _combine(self, row: dict[str, Any], pair: Any, whole: Any, offset: Array, half: int) -> Array:
-        score = offset
-        for s, scale in enumerate(row["scale"]):
-            dot = pair[s][2 * half]
-            if self.flagged:
-                dot = jnp.where(row["flags"][s], pair[s][2 * half + 1], dot)
-            score = score + scale * dot
-        if not self.flagged:
-            return score
-        turned = offset
-        for s, scale in enumerate(row["scale"]):
-            turned = turned + scale * whole[s][2 * half]
-        return jnp.where(row["head"], turned, score)
+        for part, b in enumerate(group.sums):
+            registers = [row["a"][part] for row in rows]
+            for first in range(0, len(registers[0]), 2):
+                a = [x[i] if i < len(x) else zero for i in (first, first + 1) for x in registers]
+                d = mma(a, b[first // 2], d)
+        return [d[0] + d[1], d[2] + d[3]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +205,7 @@ class PowerKeys:
             scale = [self.meta.powers(self.meta.row(loaded["k_scale"][tile], half)) for half in range(2)]
             halves: list[list[Array]] = [[], []]
             for group in query.groups:
-                dots = self.codes.dots(loaded["k_codes"][tile], group.b, None)
+                dots = self.codes.dots(loaded["k_codes"][tile], group.registers(0, query.anew), None)
                 for half in range(2):
                     halves[half].append(sum(s * d[2 * half] for s, d in zip(scale[half], dots, strict=True)))
             found.append(halves)
@@ -239,13 +242,14 @@ class TableKeys:
         for tile in range(TILES):
             halves: list[list[Array]] = [[], []]
             for group in query.groups:
+                b = group.registers(0, query.anew)
                 if self.per_token:
-                    d = self.codes.dots(loaded["k_codes"][tile], group.b, query.table, _zero())
+                    d = self.codes.dots(loaded["k_codes"][tile], b, query.table, _zero())
                     norms = unpack_f16(loaded["k_scale"][tile][0])
                     for half in range(2):
                         halves[half].append(norms[half] * d[2 * half])
                     continue
-                dots = self.codes.dots(loaded["k_codes"][tile], group.b, query.table)
+                dots = self.codes.dots(loaded["k_codes"][tile], b, query.table)
                 for half in range(2):
                     scale = self.meta.floats(self.meta.e4m3(self.meta.row(loaded["k_scale"][tile], half)))
                     halves[half].append(sum(s * d[2 * half] for s, d in zip(scale, dots, strict=True)))
@@ -283,34 +287,15 @@ class ChannelKeys:
         return found
 
     def scores(self, loaded: dict[str, Any], query: Any) -> list[list[list[Array]]]:
-        swap = self.codes.words.loads[0][2] == 1  # 8-bit words: a register pairs channels 0, 2 and 1, 3
-        scale, zero = [], []
-        for s, z in zip(loaded["k_scale"], loaded["k_zero"], strict=True):
-            if swap:
-                s, z = (prmt(x, x, 0x3120) for x in (s, z))
-            size = e4m3_to_f16(s & jnp.uint32(0x7F7F7F7F))
-            middle = e4m3_to_f16(z)
-            scale.append(size)
-            zero.append(
-                [
-                    half2("fma", m, query.zero_share, half2("mul", x, query.scale_share))
-                    for m, x in zip(middle, size, strict=True)
-                ]
-            )
+        scale, zero = self._metadata(loaded, query)
         found: list[list[list[Array]]] = [[[], []], [[], []]]
         unpacked = [[self.codes.unpack(x, None) for x in tile] for tile in loaded["k_codes"]]
         for group in query.groups:
-            b = self._copies(loaded, group)
+            b = self._chosen(loaded, group) if self.flagged else group.registers(0, query.anew)
             offset = _zero()
-            for step, (low, high) in enumerate(zero):
-                offset = mma([low, low, high, high], b[step], offset)
-            scaled = [
-                [
-                    half2("mul", x, half2("mul", s, query.powers[step][i]))
-                    for i, (x, s) in enumerate(zip(b[step], scale[step], strict=True))
-                ]
-                for step in range(len(b))
-            ]
+            for (low, high), registers in zip(zero, b, strict=True):
+                offset = mma([low, low, high, high], registers, offset)
+            scaled = [[half2("mul", x, s) for x, s in zip(*pair, strict=True)] for pair in zip(b, scale, strict=True)]
             for tile in range(TILES):
                 d = _zero()
                 for step, registers in zip(self.codes.words.steps, scaled, strict=True):
@@ -319,19 +304,32 @@ class ChannelKeys:
                     found[tile][half].append(d[2 * half] + offset[2 * half] * query.offset_factor)
         return found
 
-    def _copies(self, loaded: dict[str, Any], group: Any) -> list[list[Array]]:
-        if not self.flagged:
-            return group.b
-        chosen = []
-        head = (loaded["flags"][0] & jnp.uint32(0x8000)) != 0
-        for step, raw, turned, whole in zip(
-            self.codes.words.steps, group.b, group.b_segment, group.b_head, strict=True
-        ):
-            flag = (loaded["flags"][step.segment] & jnp.uint32(0x80)) != 0
-            chosen.append(
-                [jnp.where(head, h, jnp.where(flag, t, x)) for x, t, h in zip(raw, turned, whole, strict=True)]
+    def _metadata(self, loaded: dict[str, Any], query: Any) -> tuple[list[list[Array]], list[list[Array]]]:
+        """Per k-step, for its two registers: scales, and offsets that undo the query's own powers of two."""
+        swap = self.codes.words.loads[0][2] == 1  # 8-bit words: a register pairs channels 0, 2 and 1, 3
+        scale, zero = [], []
+        for s, z, shares in zip(loaded["k_scale"], loaded["k_zero"], query.shares, strict=True):
+            if swap:
+                s, z = (prmt(x, x, 0x3120) for x in (s, z))
+            size, middle = e4m3_to_f16(s & jnp.uint32(0x7F7F7F7F)), e4m3_to_f16(z)
+            scale.append(size)
+            zero.append(
+                [
+                    half2("fma", m, zero_share, half2("mul", x, scale_share))
+                    for m, x, (zero_share, scale_share) in zip(middle, size, shares, strict=True)
+                ]
             )
-        return chosen
+        return scale, zero
+
+    def _chosen(self, loaded: dict[str, Any], group: Any) -> list[list[Array]]:
+        """The copy of the query that each segment's flags ask for, read anew: registers are dearer than loads."""
+        head = (loaded["flags"][0] & jnp.uint32(0x8000)) != 0
+        found = []
+        for segment, word in enumerate(loaded["flags"]):
+            copy = jnp.where(head, 2, jnp.where((word & jnp.uint32(0x80)) != 0, 1, 0))
+            four = group.load(copy, segment)
+            found += [four[:2], four[2:]]
+        return found
 
 
 KeySide = TokenKeys | PowerKeys | TableKeys | ChannelKeys

@@ -43,12 +43,6 @@ class Meta:
             return [e4m3_pair_to_f16(clean[0])]
         return [pair for w in clean for pair in e4m3_to_f16(w)]
 
-    def signed_e4m3(self, words: list[Array]) -> list[Array]:
-        """The same with signs: offsets."""
-        if self.segments == 2:
-            return [e4m3_pair_to_f16(words[0])]
-        return [pair for w in words for pair in e4m3_to_f16(w)]
-
     def floats(self, pairs: list[Array]) -> list[Array]:
         """One float32 a segment."""
         return [x for pair in pairs for x in unpack_f16(pair)]
@@ -66,22 +60,19 @@ class Meta:
             found.append(lax.bitcast_convert_type(bits, jnp.float32))
         return found
 
-    def own_pair(self, words: list[Array], signs: bool = False) -> Array:
-        """The bytes of the lane's own pair of segments, low; or, spread over 16 bits each, their sign bits.
+    def own_pair(self, words: list[Array]) -> Array:
+        """The lane's own pair of segments as two float16.
 
         Lane j owns segments ``2 (j % (segments / 2))`` and the next one.
         """
+        first = self._own()
+        return e4m3_pair_to_f16(prmt(words[0], words[-1], first | ((first + 1) << 4) | jnp.uint32(0x7600)))
+
+    def own_flags(self, words: list[Array]) -> Array:
+        """The sign bits of the lane's own pair of segments, each spread over 16 bits."""
+        first = self._own()
+        return prmt(words[0], words[-1], (first * 0x11) | ((first + 1) * 0x1100) | jnp.uint32(0x8888))
+
+    def _own(self) -> Array:
         _, j = lane()
-        first = (2 * (j & (self.segments // 2 - 1))).astype(jnp.uint32)
-        second = first + 1
-        if signs:
-            selector = (first * 0x11) | (second * 0x1100) | jnp.uint32(0x8888)
-        else:
-            selector = first | (second << 4) | jnp.uint32(0x7600)
-        return prmt(words[0], words[-1], selector)
-
-
-def own_offset(meta: Meta, zero: list[Array], scale: list[Array]) -> tuple[Array, Array]:
-    """Offset and scale magnitude of the lane's own pair of segments, registers of two float16."""
-    magnitude = [w & jnp.uint32(0x7F7F7F7F) for w in scale]
-    return e4m3_pair_to_f16(meta.own_pair(zero)), e4m3_pair_to_f16(meta.own_pair(magnitude))
+        return (2 * (j & (self.segments // 2 - 1))).astype(jnp.uint32)

@@ -46,6 +46,13 @@ def sets_of(side: KeySide) -> list[tuple[int, int]]:
     return [(0, 0)]
 
 
+def held_sets(side: KeySide) -> tuple[int, ...]:
+    """The sets whose registers are held throughout; others are read from the first cache once a page."""
+    if isinstance(side, ChannelKeys) and side.flagged:
+        return ()
+    return (0, 1) if isinstance(side, TokenKeys) and side.flagged else (0,)
+
+
 def exponent_of(side: KeySide) -> int:
     """The power of two by which codes are read too small."""
     if isinstance(side, PowerKeys):
@@ -90,8 +97,7 @@ def fragments(side: KeySide, plan: QueryPlan, queries: Array) -> Array:
     row = GROUP * group[:, None] + r // 2  # [groups, lane]
     valid = row < plan.rows
     channel = channels[:, j]  # [steps, lane, register, half]
-    shift = 0 if isinstance(side, ChannelKeys) else shifts_of(side)[:, None, :, None]
-    power = np.float32(2.0) ** -(np.zeros(channel.shape) + shift)
+    power = np.float32(2.0) ** -(np.zeros(channel.shape) + shifts_of(side)[:, None, :, None])
     index = np.broadcast_arrays(
         copy[None, :, None, :, None, None],
         np.where(valid, row, 0)[:, None, None, :, None, None],
@@ -116,14 +122,16 @@ def sum_registers(side: TokenKeys) -> int:
     return -(-(3 if side.flagged else 1) * lanes // 4)
 
 
-def query_sums(side: TokenKeys, plan: QueryPlan, queries: Array, unit: Array) -> Array:
-    """uint32 ``[B * H * programs, words]``: ``[group][high, rest][register][lane]``, B registers of the offset's tile.
+def query_sums(side: TokenKeys, plan: QueryPlan, queries: Array, ratio: Array) -> Array:
+    """uint32 ``[B * H * programs, words]``: ``[group][midpoint, scale][register][lane]``, B registers of the offsets.
 
-    ``unit: [H]`` converts a stored offset times a scaled query to raw scores. Sums are kept as two float16.
+    A midpoint counts ``ratio: [H]`` (of the multipliers) times the query's sum over a segment, a scale minus the middle
+    code times it. The even column of a query holds a sum rounded to float16, the odd one what that misses.
     """
     segments = side.codes.words.segments
-    sums = queries.reshape(*queries.shape[:-1], segments, 32).sum(-1)  # [B, H, C, M, S]
-    sums = sums * (unit * 2.0**INT_EXPONENT)[None, :, None, None, None]
+    sums = queries.reshape(*queries.shape[:-1], segments, 32).sum(-1) * 2.0**INT_EXPONENT  # [B, H, C, M, S]
+    middle = -(2**side.codes.bits - 1) / 2
+    sums = jnp.stack([sums * ratio[None, :, None, None, None], sums * middle], axis=2)  # [B, H, 2, C, M, S]
     lanes = np.arange(32)
     r, j = lanes // 4, lanes % 4
     per_copy = segments // 2
@@ -138,19 +146,19 @@ def query_sums(side: TokenKeys, plan: QueryPlan, queries: Array, unit: Array) ->
         np.where(row < plan.rows, row, 0)[:, None, :, None],
         segment[None, None],
     )
-    picked = jnp.where(valid, sums[:, :, index[0], index[1], index[2]], 0.0)  # [B, H, groups, register, lane, half]
-    high = picked.astype(jnp.float16)
-    rest = picked - high.astype(jnp.float32)
-    both = jnp.stack([_registers(picked), _registers(rest)], axis=3)  # [B, H, groups, 2, register, lane]
-    return both.reshape(both.shape[0] * both.shape[1] * plan.programs, -1)
+    picked = sums[:, :, :, index[0], index[1], index[2]]  # [B, H, 2, groups, register, lane, half]
+    high = picked.astype(jnp.float16).astype(jnp.float32)
+    picked = jnp.where(valid, jnp.where((r % 2 == 0)[:, None], high, picked - high), 0.0)
+    words = _registers(picked).swapaxes(2, 3)  # [B, H, groups, 2, register, lane]
+    return words.reshape(words.shape[0] * words.shape[1] * plan.programs, -1)
 
 
-def shares(calib: Any, bits: int, room: float = 1.0) -> tuple[Array, Array, Array, Array]:
-    """Per head: what a midpoint and a scale byte count in a stored offset, that offset's unit, and the scale's.
+def shares(calib: Any, bits: int) -> tuple[Array, Array, Array]:
+    """Per head: what a midpoint and a scale byte count in a channel's offset, and that offset's unit.
 
-    ``offset = middle * zero_share + scale * scale_share`` stays in float16's range, and
-    ``x^ = offset * unit + code * scale * scale_mult``. All are powers of two but for the middle of the code grid.
+    ``offset = middle * zero_share + scale * scale_share`` stays in float16's range even times 2**8, by which a query
+    that meets codes high in their word is smaller; ``x^ = offset * unit + code * scale * scale_mult``.
     """
     scale, zero = calib["scale_mult"], calib["zero_mult"]
-    unit = jnp.maximum(zero, 2.0 * scale) * room
-    return zero / unit, -((2**bits - 1) / 2) * scale / unit, unit, scale
+    unit = jnp.maximum(zero, 2.0 * scale) * 16.0
+    return zero / unit, -((2**bits - 1) / 2) * scale / unit, unit

@@ -124,6 +124,16 @@ def _from_lane(x: Array, step: int) -> Array:
     return compat.asm([x], [jnp.float32], _Exchange(step), ptx=text)[0]
 
 
+def from_lane(x: Array, source: Array) -> Array:
+    """The value of lane ``source[l]``."""
+    text = Text("shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;", "=f,f,r")
+    return compat.asm([x, source], [jnp.float32], _from_lane_plain, ptx=text)[0]
+
+
+def _from_lane_plain(x: Array, source: Array) -> list[Array]:
+    return [x[source]]
+
+
 class _Exchange:
     """``x[l ^ step]`` in ``jax.numpy``; equal for equal steps, so that traces are cached."""
 

@@ -18,6 +18,8 @@ from pallas_kernels.warp import codes
 from pallas_kernels.warp.keys import TILES
 from pallas_kernels.warp.meta import TILE, Meta
 from pallas_kernels.warp.simt import (
+    e4m3_pair_to_f16,
+    from_lane,
     full,
     half2,
     lane,
@@ -25,10 +27,11 @@ from pallas_kernels.warp.simt import (
     pack_bf16,
     pack_f16,
     prmt,
+    sum_over_rows,
     transpose,
     unpack_f16,
 )
-from pallas_kernels.warp.words import Form, Tile, ValueWords, value_words
+from pallas_kernels.warp.words import Form, ValueWords, value_words
 
 Array = jax.Array
 
@@ -85,15 +88,18 @@ class ValueCodes:
             return codes.INT_EXPONENT + codes.shift_of(source[1], self.bits)
         return codes.E2M1_BF16_EXPONENT if self.form == "e2m1" else 0
 
-    def accumulate(self, acc: Any, tile: int, loaded: Any, b: Any, table: Any) -> Any:
-        """Add one tile of 16 tokens; ``b[group][pair of segments]`` are B registers, ``acc[m-tile][group]`` D tiles."""
+    def accumulate(self, acc: Any, tile: int, loaded: Any, b: Any, paired: bool, table: Any) -> Any:
+        """Add one tile of 16 tokens; ``b[group][pair]`` are B registers, ``acc[m-tile][group]`` D tiles.
+
+        Pairs are of segments where ``paired``; else there is one for all.
+        """
         low, high = self.unpack(loaded[tile], table)
         new = []
         for m_tile, sums in zip(self.words.tiles, acc, strict=True):
             (g, p), (h, q) = m_tile.low, m_tile.high
             a = [low[g][p], low[h][q], high[g][p], high[h][q]]
-            pair = m_tile.segments[0] // 2
-            new.append([mma(a, b[i][pair % len(b[i])], d, self.kind) for i, d in enumerate(sums)])
+            pair = m_tile.segments[0] // 2 if paired else 0
+            new.append([mma(a, b[i][pair], d, self.kind) for i, d in enumerate(sums)])
         return new
 
 
@@ -104,47 +110,104 @@ def make_value_codes(head_dim: int, bits: int, form: Form) -> ValueCodes:
 
 @dataclasses.dataclass(frozen=True)
 class SegmentValues:
-    """Integer codes (or table indices) with an E4M3 scale, and midpoint where ``offset``, per token and segment."""
+    """Integer codes (or table indices) with an E4M3 scale, and midpoint where ``offset``, per token and segment.
+
+    Midpoints and scales are themselves rows of an A tile, so that one matrix operation sums them, weighted with the
+    probabilities; what they add to the output is worked out once, at the end.
+    """
 
     codes: ValueCodes
     segments: int
     offset: bool
     lift: int = 5  # probabilities are stored times 2**lift: float16 keeps small ones, and 448 * 32 is in range
 
-    @property
-    def sums(self) -> int:
-        return self.segments if self.offset else 0
-
-    def load(self, ref: Any, row: Array, page: Array, at: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    def load(
+        self, ref: Any, row: Array, page: Array, at: dict[str, tuple[int, int]], have: dict[str, Any]
+    ) -> dict[str, Any]:
         meta = Meta(self.segments)
+        start, size = at["v_scale"]
         found: dict[str, Any] = {"v_codes": self.codes.load(ref, row, page * at["v_codes"][1], at["v_codes"][0])}
-        for name in ("v_scale", "v_zero") if self.offset else ("v_scale",):
-            start, size = at[name]
-            found[name] = [meta.load(ref, row, page * size, start + t * TILE * meta.segments) for t in range(TILES)]
+        if "v_scale" not in have:
+            found["v_scale"] = [
+                meta.load(ref, row, page * size, start + t * TILE * meta.segments) for t in range(TILES)
+            ]
+        if self.offset:
+            found["v_meta"] = [self._load_rows(ref, row, page * size, at, t) for t in range(TILES)]
         return found
 
-    def weigh(self, loaded: dict[str, Any], tile: int, half: int, p: list[Array], query: Any, seen: Any) -> Any:
-        """Per group: registers of (even, odd) scaled probabilities a pair of segments, and offsets' float32 sums."""
+    def _load_rows(self, ref: Any, row: Array, start: Array, at: dict[str, tuple[int, int]], tile: int) -> Any:
+        """Metadata of tokens 4j .. 4j + 3: midpoints in the rows below ``segments``, scales in the next ones.
+
+        ``[row half][token]`` words, with the lane's own segment in byte ``r % 4`` (``r % 2`` of 16 bits).
+        """
+        r, j = lane()
+        zero, scale = at["v_zero"][0], at["v_scale"][0]
+        tokens = TILE * tile * self.segments
+        if self.segments == 8:
+            offset = start + j * 32 + (r >> 2) * 4
+            return [
+                [compat.load_words(ref, row, offset, field + tokens + 8 * t)[0] for t in range(4)]
+                for field in (zero, scale)
+            ]
+        offset = start + j * (4 * self.segments) + jnp.where((r & self.segments) == 0, 0, scale - zero)
+        words = compat.load_words(ref, row, offset, zero + tokens, count=self.segments)
+        if self.segments == 2:
+            words = [w >> shift if shift else w for w in words for shift in (0, 16)]
+        return [words]
+
+    def _rows(self, loaded: Any, seen: Any) -> list[Array]:
+        """The A tile of metadata."""
+        r, _ = lane()
+        zero = full(0, jnp.uint32)
+        own = (r & (3 if self.segments > 2 else 1)).astype(jnp.uint32)
+        registers = []
+        for half, words in enumerate(loaded):
+            if seen is not None:
+                words = [jnp.where(s, w, zero) for s, w in zip(seen, words, strict=True)]
+            sizes = half == 1 if self.segments == 8 else (r & self.segments) != 0
+            clean = jnp.where(sizes, jnp.uint32(0x7F7F), jnp.uint32(0xFFFF))
+            if self.segments == 2:
+                clean = jnp.where(r < 4, clean, jnp.uint32(0))
+            selector = own | ((own + 4) << 4) | jnp.uint32(0x7700)
+            registers.append([e4m3_pair_to_f16(prmt(words[t], words[t + 2], selector) & clean) for t in (0, 1)])
+        low, high = registers[0], registers[1] if len(registers) > 1 else [zero, zero]
+        return [low[0], high[0], low[1], high[1]]
+
+    def empty(self) -> list[Array]:
+        return [full(0.0)] * (4 if self.offset else 0)
+
+    def weigh(self, loaded: dict[str, Any], tile: int, half: int, p: list[Array], seen: Any) -> list[list[Array]]:
+        """Per group: registers of (even, odd) scaled probabilities a pair of segments, then the bare probability."""
         meta = Meta(self.segments)
         scale = meta.e4m3(meta.row(loaded["v_scale"][tile], half))
-        shift = None
-        if self.offset:
-            middle = meta.signed_e4m3(meta.row(loaded["v_zero"][tile], half))
-            shift = [
-                half2("fma", m, query.v_zero_share, half2("mul", s, query.v_scale_share))
-                for m, s in zip(middle, scale, strict=True)
-            ]
         found = []
         for one in p:
             both = pack_f16(one, one)
-            weights = [_seen(half2("mul", both, s), seen) for s in scale]
-            offsets = []
-            if shift is not None:
-                offsets = [x for z in shift for x in unpack_f16(_seen(half2("mul", both, z), seen))]
-            found.append((weights, offsets))
+            found.append([_seen(half2("mul", both, s), seen) for s in scale] + ([both] if self.offset else []))
         return found
 
-    def factor(self, m_tile: Tile, source: tuple[int, int], query: Any) -> Array:
+    def add_offsets(self, extra: list[Array], loaded: Any, tile: int, b: Any, p: Any, seen: Any) -> list[Array]:
+        """Add one tile of one group to the sums behind the offset."""
+        return mma(self._rows(loaded["v_meta"][tile], seen), b[-1], extra) if self.offset else extra
+
+    def offsets(self, extra: list[Array], query: Any) -> list[Array]:
+        """What is added to every channel of each segment."""
+        if not self.offset:
+            return []
+        _, j = lane()
+        middle_code = (2**self.codes.bits - 1) / 2
+        found = []
+        for s in range(self.segments):
+            middle = from_lane(extra[0], 4 * s + j)
+            size = (
+                from_lane(extra[2], 4 * s + j)
+                if self.segments == 8
+                else from_lane(extra[0], 4 * (self.segments + s) + j)
+            )
+            found.append(middle * query.v_zero - size * (query.v_factor * middle_code))
+        return found
+
+    def factor(self, source: tuple[int, int], query: Any) -> Array:
         return query.v_factor * 2.0 ** -self.codes.exponent(source)
 
 
@@ -156,11 +219,9 @@ class HeadValues:
     offset: bool
     lift: int = 0
 
-    @property
-    def sums(self) -> int:
-        return 1 if self.offset else 0
-
-    def load(self, ref: Any, row: Array, page: Array, at: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    def load(
+        self, ref: Any, row: Array, page: Array, at: dict[str, tuple[int, int]], have: dict[str, Any]
+    ) -> dict[str, Any]:
         r, _ = lane()
         found: dict[str, Any] = {"v_codes": self.codes.load(ref, row, page * at["v_codes"][1], at["v_codes"][0])}
         for name in ("v_scale", "v_zero") if self.offset else ("v_norm",):
@@ -168,22 +229,28 @@ class HeadValues:
             found[name] = [compat.load_words(ref, row, page * size + r * 4, start + t * TILE * 2) for t in range(TILES)]
         return found
 
-    def weigh(self, loaded: dict[str, Any], tile: int, half: int, p: list[Array], query: Any, seen: Any) -> Any:
-        name = "v_scale" if self.offset else "v_norm"
-        bits = loaded[name][tile][0] & jnp.uint32(0x7FFF7FFF)
-        scale = unpack_f16(bits)[half]
-        least = unpack_f16(loaded["v_zero"][tile][0])[half] if self.offset else None
-        found = []
-        for one in p:
-            weight = one * scale
-            weights = [_seen(pack_f16(weight, weight), seen)]
-            offsets = []
-            if least is not None:
-                offsets = [one * least if seen is None else jnp.where(seen, one * least, 0.0)]
-            found.append((weights, offsets))
-        return found
+    def empty(self) -> list[Array]:
+        return [full(0.0)] * (1 if self.offset else 0)
 
-    def factor(self, m_tile: Tile, source: tuple[int, int], query: Any) -> Array:
+    def weigh(self, loaded: dict[str, Any], tile: int, half: int, p: list[Array], seen: Any) -> list[list[Array]]:
+        bits = loaded["v_scale" if self.offset else "v_norm"][tile][0] & jnp.uint32(0x7FFF7FFF)
+        scale = unpack_f16(bits)[half]
+        return [[_seen(pack_f16(one * scale, one * scale), seen)] for one in p]
+
+    def add_offsets(self, extra: list[Array], loaded: Any, tile: int, b: Any, p: Any, seen: Any) -> list[Array]:
+        if not self.offset:
+            return extra
+        least = unpack_f16(loaded["v_zero"][tile][0])
+        total = extra[0]
+        for half in range(2):
+            value = p[half] * least[half]
+            total = total + (value if seen is None else jnp.where(p[half] > 0, value, 0.0))
+        return [total]
+
+    def offsets(self, extra: list[Array], query: Any) -> list[Array]:
+        return [sum_over_rows(x) for x in extra]
+
+    def factor(self, source: tuple[int, int], query: Any) -> Array:
         return full(2.0 ** -self.codes.exponent(source))
 
 
@@ -195,11 +262,9 @@ class PowerValues:
     segments: int
     lift: int = 64  # unpacked codes are 2**-126 times too small; probabilities meet them half way
 
-    @property
-    def sums(self) -> int:
-        return 0
-
-    def load(self, ref: Any, row: Array, page: Array, at: dict[str, tuple[int, int]]) -> dict[str, Any]:
+    def load(
+        self, ref: Any, row: Array, page: Array, at: dict[str, tuple[int, int]], have: dict[str, Any]
+    ) -> dict[str, Any]:
         meta = Meta(self.segments)
         start, size = at["v_scale"]
         return {
@@ -207,16 +272,22 @@ class PowerValues:
             "v_scale": [meta.load(ref, row, page * size, start + t * TILE * meta.segments) for t in range(TILES)],
         }
 
-    def weigh(self, loaded: dict[str, Any], tile: int, half: int, p: list[Array], query: Any, seen: Any) -> Any:
+    def empty(self) -> list[Array]:
+        return []
+
+    def weigh(self, loaded: dict[str, Any], tile: int, half: int, p: list[Array], seen: Any) -> list[list[Array]]:
         meta = Meta(self.segments)
         scale = meta.powers(meta.row(loaded["v_scale"][tile], half))
-        found = []
-        for one in p:
-            pairs = [pack_bf16(one * scale[s], one * scale[s + 1]) for s in range(0, self.segments, 2)]
-            found.append(([_seen(x, seen) for x in pairs], []))
-        return found
+        pairs = range(0, self.segments, 2)
+        return [[_seen(pack_bf16(one * scale[s], one * scale[s + 1]), seen) for s in pairs] for one in p]
 
-    def factor(self, m_tile: Tile, source: tuple[int, int], query: Any) -> Array:
+    def add_offsets(self, extra: list[Array], loaded: Any, tile: int, b: Any, p: Any, seen: Any) -> list[Array]:
+        return extra
+
+    def offsets(self, extra: list[Array], query: Any) -> list[Array]:
+        return []
+
+    def factor(self, source: tuple[int, int], query: Any) -> Array:
         return full(2.0 ** -self.codes.exponent(source))
 
 
