@@ -23,7 +23,7 @@ def kernel_writer(
     inside = (block >= 0) & (block < pool.shape[0])
     at = jnp.where(inside, jnp.where(inside, block, 0) * per_block + slot, -1)
     if tokens == PAGE_TOKENS:
-        return write_pages(scheme, calib, *(x.swapaxes(1, 2) for x in (k, v)), pool, at)[0]
+        return write_pages(scheme, calib, k.swapaxes(1, 2), v.swapaxes(1, 2), pool, at)[0]
     return write(scheme, calib, k[:, :, 0], v[:, :, 0], pool, at)[0]
 
 

@@ -384,12 +384,12 @@ def _asm_lowering(ctx: Any, *args: Any, dtypes: Any, plain: Any, ptx: Any, gcn: 
     if text is None:
         rule = triton_lowering.lower_fun(_asm_plain, multiple_results=True)
         return rule(ctx, *args, dtypes=dtypes, plain=plain)
-    args = _values(ctx, args, 0)
+    operands = _values(ctx, args, 0)
     types = [
         ir.RankedTensorType.get(a.shape, _signless(a.dtype)) if a.shape else _signless(a.dtype) for a in ctx.avals_out
     ]
     op = tt.ElementwiseInlineAsmOp(
-        types, text.body, constraints=text.constraints, pure=True, packed_element=pack, args=args
+        types, text.body, constraints=text.constraints, pure=True, packed_element=pack, args=operands
     )
     return list(op.results)
 

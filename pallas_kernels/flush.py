@@ -83,8 +83,8 @@ def _kernel(
         compat.store(bad, head, 0, row, jnp.sum(v_wrong + k_wrong))
         block, page = slot // pages_per_block, slot % pages_per_block
         for field in layout.fields:
-            place = (jnp.full((1,), x, jnp.int32) for x in (block * num_heads + head, page))
-            store_entry(field, pages_per_block, pool, *place, fields[field.name][None], jnp.full((1,), True))
+            at, entry = (jnp.full((1,), x, jnp.int32) for x in (block * num_heads + head, page))
+            store_entry(field, pages_per_block, pool, at, entry, fields[field.name][None], jnp.full((1,), True))
 
 
 def flush(

@@ -84,6 +84,7 @@ class _Query:
         self.lanes = _lane_masks(key) if isinstance(key, TokenKeys) else []
         self.shares = _shares(key, zero_share, scale_share) if isinstance(key, ChannelKeys) else []
         self.groups = [_Group(key, refs, program, g) for g in range(plan.per_program)]
+        self.anew = full(0, jnp.int32)
         self.table = self.v_table = None
         if "levels" in refs:
             levels = [compat.load(refs["levels"], head, 0, full(i, jnp.int32), jnp.float32) for i in range(32)]
@@ -108,7 +109,11 @@ def _mask(where: Array) -> Array:
 def _shares(key: ChannelKeys, zero: Array, scale: Array) -> list[list[tuple[Array, Array]]]:
     """Factors of a stored offset, two float16 each, for the two registers of every k-step."""
     powers = [[2.0 ** int(shift) for shift in step] for step in queries.shifts_of(key)]
-    return [[tuple(pack_f16(x * power, x * power) for x in (zero, scale)) for power in step] for step in powers]
+
+    def pair(power: float) -> tuple[Array, Array]:
+        return pack_f16(zero * power, zero * power), pack_f16(scale * power, scale * power)
+
+    return [[pair(power) for power in step] for step in powers]
 
 
 def _kernel(*refs: Any, key: KeySide, value: ValueSide, static: dict[str, Any]) -> None:
@@ -351,7 +356,7 @@ def launch(
     key, value = _sides(scheme, head_dim)
     plan = plan_of(rows)
     windows = scheme.windows
-    static = {
+    static: dict[str, Any] = {
         "names": tuple(sorted(operands)),
         "plan": plan,
         "heads": heads,

@@ -18,7 +18,7 @@ from pallas_kernels import compat
 from pallas_kernels.warp import codes
 from pallas_kernels.warp.meta import TILE, Meta
 from pallas_kernels.warp.simt import e4m3_to_f16, full, half2, lane, mma, prmt, unpack_f16
-from pallas_kernels.warp.words import Form, KeyWords, key_words
+from pallas_kernels.warp.words import Form, KeyWords, Step, key_words
 
 Array = jax.Array
 TILES = 2
@@ -54,7 +54,7 @@ class Codes:
             found.append(halves)
         return found
 
-    def unpack(self, registers: list[Array], table: list[Array] | None) -> list[list[Array]]:
+    def unpack(self, registers: list[Array], table: list[Array] | None) -> Any:
         """``[register][position]``: registers of two float16."""
         if self.words.joins:
             registers = [
@@ -85,7 +85,7 @@ class Codes:
         return found
 
 
-def _a(low: list[list[Array]], high: list[list[Array]], step: Any) -> list[Array]:
+def _a(low: Any, high: Any, step: Step) -> list[Array]:
     (g, p), (h, q) = step.low, step.high
     return [low[g][p], high[g][p], low[h][q], high[h][q]]
 
@@ -142,7 +142,7 @@ class TokenKeys:
     def _chain(self, unpacked: Any, steps: Any, b: list[list[Array]]) -> list[Array]:
         d = _zero()
         for i, step in steps:
-            d = mma(_a(*unpacked, step), b[i], d)
+            d = mma(_a(unpacked[0], unpacked[1], step), b[i], d)
         return d
 
     def _add(self, rows: list[dict[str, Any]], segment: int, half: int, d: list[Array], score: Array) -> Array:
@@ -299,7 +299,7 @@ class ChannelKeys:
             for tile in range(TILES):
                 d = _zero()
                 for step, registers in zip(self.codes.words.steps, scaled, strict=True):
-                    d = mma(_a(*unpacked[tile], step), registers, d)
+                    d = mma(_a(unpacked[tile][0], unpacked[tile][1], step), registers, d)
                 for half in range(2):
                     found[tile][half].append(d[2 * half] + offset[2 * half] * query.offset_factor)
         return found

@@ -39,8 +39,11 @@ def full(value: float, dtype: jnp.dtype = jnp.float32) -> Array:
 
 def halves(x: Array, dtype: jnp.dtype = jnp.float16) -> tuple[Array, Array]:
     """A register of two 16-bit floats as two float32."""
-    low, high = (x & jnp.uint32(0xFFFF)).astype(jnp.uint16), (x >> 16).astype(jnp.uint16)
-    return tuple(lax.bitcast_convert_type(part, dtype).astype(jnp.float32) for part in (low, high))
+    low, high = (
+        lax.bitcast_convert_type(part.astype(jnp.uint16), dtype).astype(jnp.float32)
+        for part in (x & jnp.uint32(0xFFFF), x >> 16)
+    )
+    return low, high
 
 
 def joined(low: Array, high: Array, dtype: jnp.dtype = jnp.float16) -> Array:
@@ -172,23 +175,15 @@ def _prmt_plain(a: Array, b: Array, selector: Array) -> list[Array]:
 
 
 def half2(op: str, *args: Array) -> Array:
-    """``mul`` (a b), ``fma`` (a b + c) or ``add`` of registers of two float16."""
-    text = {
-        "mul": Text("mul.f16x2 $0, $1, $2;", "=r,r,r"),
-        "add": Text("add.f16x2 $0, $1, $2;", "=r,r,r"),
-        "fma": Text("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r"),
-    }[op]
-    return compat.asm(args, [jnp.uint32], {"mul": _mul2, "add": _add2, "fma": _fma2}[op], ptx=text)[0]
+    """``mul`` (a b) or ``fma`` (a b + c) of registers of two float16."""
+    if op == "mul":
+        return compat.asm(args, [jnp.uint32], _mul2, ptx=Text("mul.f16x2 $0, $1, $2;", "=r,r,r"))[0]
+    return compat.asm(args, [jnp.uint32], _fma2, ptx=Text("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r"))[0]
 
 
 def _mul2(a: Array, b: Array) -> list[Array]:
     (a0, a1), (b0, b1) = halves(a), halves(b)
     return [joined(a0 * b0, a1 * b1)]
-
-
-def _add2(a: Array, b: Array) -> list[Array]:
-    (a0, a1), (b0, b1) = halves(a), halves(b)
-    return [joined(a0 + b0, a1 + b1)]
 
 
 def _fma2(a: Array, b: Array, c: Array) -> list[Array]:
@@ -250,7 +245,8 @@ def _e4m3_plain(x: Array) -> list[Array]:
 
 
 def _e4m3_pair_plain(x: Array) -> list[Array]:
-    return [joined(*_e4m3_values(x, 2))]
+    low, high = _e4m3_values(x, 2)
+    return [joined(low, high)]
 
 
 def exp2(x: Array) -> Array:

@@ -62,11 +62,11 @@ class ValueCodes:
             found.append(tokens)
         return found
 
-    def unpack(self, tokens: list[list[Array]], table: list[Array] | None) -> list[list[list[Array]]]:
+    def unpack(self, tokens: list[list[Array]], table: list[Array] | None) -> Any:
         """``[columns low or high][register][position]``; columns 2j, 2j + 1 are tokens 4j, 4j + 2, the rest + 1."""
         return [self._pair(tokens[first], tokens[first + 2], table) for first in (0, 1)]
 
-    def _pair(self, a: list[Array], b: list[Array], table: list[Array] | None) -> list[list[Array]]:
+    def _pair(self, a: list[Array], b: list[Array], table: list[Array] | None) -> Any:
         narrow = self.words.loads[0][3] == 2
         joined = []
         for x, y in zip(a, b, strict=True):

@@ -1,0 +1,184 @@
+"""Register-level kernels against float64 attention over what is stored, and their fragments against matrices."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jkv.registry import parse
+from jkv.stages.floats import e2m1_decode
+from jkv.stages.pack import pack_words
+from pallas_kernels import warp
+from pallas_kernels.config import DecodeConfig
+from pallas_kernels.options import AttentionOptions
+from pallas_kernels.warp import codes, keys, queries, simt, values
+from tests.pallas_kernels import paged
+from tests.pallas_kernels.test_lane_decode import FIRST, INTERPRET, LENGTHS, assert_close, run
+
+FORMS = [("e2m1", 4, d) for d in (64, 128)] + [
+    (f, b, d) for d in (64, 128, 256) for f, b in (("int", 2), ("int", 4), ("table", 4))
+]
+R, J = np.arange(32) // 4, np.arange(32) % 4
+LEVELS = np.linspace(-1, 0.9, 16).astype(np.float32)
+# spec, head_dim, query rows: every key side with every value side's kind, one to sixteen query heads
+WHOLE = (
+    ("flagrot-auto:bits=2,mode=key", 64, 3),
+    ("flagrot-kivi:bits=2,mode=group", 64, 4),
+    ("turboquant:bits=4", 64, 1),
+)
+SLOW = (
+    ("flagrot-auto:bits=2,mode=key", 128, 4),
+    ("flagrot-auto:bits=2,mode=key", 256, 1),
+    ("flagrot-auto:bits=4,mode=fixed", 64, 16),
+    ("flagrot-kivi:bits=2,mode=group", 128, 8),
+    ("flagrot-kivi:bits=2,mode=fixed", 256, 3),
+    ("kivi:bits=4", 128, 4),
+    ("rtn:bits=4", 256, 2),
+    ("rtn:bits=2", 128, 5),
+    ("ultraquant", 128, 4),
+    ("ultraquant:rotate_v=on", 256, 4),
+    ("ultra-tq:scale=block", 128, 4),
+    ("ultra-tq:v=same", 128, 7),
+    ("ultra-tq:scale=block,v=same", 64, 4),
+    ("turboquant:bits=4", 256, 4),
+)
+# Sinks and unfinished pages need masks, which finished pages do without.
+MASKED = (("rtn:bits=4,tail=0", 64, 4), ("ultraquant:tail=0", 64, 5))
+MASKED_SLOW = (
+    ("flagrot-auto:bits=2,mode=key,tail=0", 128, 4),
+    ("ultra-tq:v=same,tail=0", 128, 2),
+    ("rtn:bits=2,tail=0", 256, 4),
+)
+STORED = np.array([0, 32, 64, 96, 128, 96, 32], np.int32)
+
+
+def slow(cases):
+    """Interpreted, the larger shapes take a while to compile; on a GPU all of them are quick."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] if INTERPRET else []) for case in cases]
+
+
+def check(spec: str, head_dim: int, rows: int, stored: np.ndarray, first: np.ndarray, splits: int = 2, **options):
+    pool = paged.pool(spec, head_dim, batch=len(stored))
+    copies = paged.copies(pool, rows)
+    config = DecodeConfig(kernel="warp", num_splits=splits, num_warps=1)
+    got = run(pool, copies, stored, first, config, AttentionOptions(**options), module=warp)
+    assert_close(got, paged.attention(pool, copies, stored, first, options.get("softcap")), stored, first)
+
+
+@pytest.mark.parametrize(("spec", "head_dim", "rows"), [*WHOLE, *slow(SLOW)])
+def test_whole_pages(spec: str, head_dim: int, rows: int):
+    assert warp.supports(parse(spec), head_dim)
+    check(spec, head_dim, rows, STORED, np.zeros_like(STORED), splits=3)
+
+
+@pytest.mark.parametrize(("spec", "head_dim", "rows"), [*MASKED, *slow(MASKED_SLOW)])
+def test_ragged_ends(spec: str, head_dim: int, rows: int):
+    check(spec, head_dim, rows, LENGTHS, FIRST)
+
+
+@pytest.mark.parametrize("spec", slow([("rtn:bits=2,center=off",)]))
+def test_softcap(spec: str):
+    check(spec, 64, 4, STORED, np.zeros_like(STORED), softcap=2.0)
+
+
+def test_leaves_other_layouts_to_other_kernels():
+    for spec in ("bf16", "fp8", "rtn:bits=3", "kivi:bits=2,meta=f16", "flagrot-auto:bits=2/turboquant:bits=4"):
+        assert not warp.supports(parse(spec), 128), spec
+    assert not warp.supports(parse("rtn:bits=4"), 96)
+
+
+def coded(form: str, bits: int, head_dim: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random rows of codes as bytes ``[tokens, bytes]``, and the values they stand for."""
+    code = np.random.default_rng(head_dim).integers(0, 2**bits, (tokens, head_dim)).astype(np.int32)
+    if form == "e2m1":
+        pairs = code.reshape(tokens, -1, 2)
+        return (pairs[..., 0] | (pairs[..., 1] << 4)).astype(np.uint8), np.asarray(e2m1_decode(jnp.asarray(code)))
+    raw = np.ascontiguousarray(np.asarray(pack_words(jnp.asarray(code), bits))).view(np.uint8).reshape(tokens, -1)
+    return raw, LEVELS.astype(np.float16)[code].astype(np.float32) if form == "table" else code.astype(np.float32)
+
+
+def word(raw: np.ndarray, token: np.ndarray, offset: np.ndarray, width: int = 4) -> jax.Array:
+    return jnp.asarray(sum(raw[token, offset + b].astype(np.uint32) << (8 * b) for b in range(width)).astype(np.uint32))
+
+
+def table_of(form: str):
+    return codes.table_registers([simt.full(float(x)) for x in LEVELS]) if form == "table" else None
+
+
+@pytest.mark.parametrize(("form", "bits", "head_dim"), FORMS)
+def test_key_registers_hold_the_channels_that_the_map_says(form: str, bits: int, head_dim: int):
+    side = keys.make_codes(head_dim, bits, form)
+    whole = {
+        "e2m1": keys.PowerKeys,
+        "table": lambda c: keys.TableKeys(c, True),
+        "int": lambda c: keys.TokenKeys(c, False),
+    }
+    raw, value = coded(form, bits, head_dim, 16)
+    registers = [
+        word(raw, 2 * R, first + J * per_j + 4 * i) for per_j, first, count in side.words.loads for i in range(count)
+    ]
+    unpacked = side.unpack(registers, table_of(form))
+    exponent, shifts = queries.exponent_of(whole[form](side)), queries.shifts_of(whole[form](side))
+    for s, step in enumerate(side.words.steps):
+        for i, (register, position) in enumerate((step.low, step.high)):
+            for half, got in enumerate(simt.halves(unpacked[register][position])):
+                channel = side.words.channels[s, J, i, half]
+                assert (channel // 32 == step.segment).all()
+                want = value[2 * R, channel] * 2.0 ** (exponent + int(shifts[s, i]))
+                np.testing.assert_array_equal(np.asarray(got), want.astype(np.float32))
+    assert sorted(side.words.channels.ravel()) == list(range(head_dim))
+
+
+@pytest.mark.parametrize(("form", "bits", "head_dim"), FORMS)
+def test_value_registers_hold_the_channels_that_the_map_says(form: str, bits: int, head_dim: int):
+    side = values.make_value_codes(head_dim, bits, form)
+    raw, value = coded(form, bits, head_dim, 16)
+    tokens = [
+        [
+            word(raw, 4 * J + t, first + R * per_r + width * i, width)
+            for per_r, first, count, width in side.words.loads
+            for i in range(count)
+        ]
+        for t in range(4)
+    ]
+    unpacked = side.unpack(tokens, table_of(form))
+    seen = []
+    for tile in side.words.tiles:
+        for row, source in enumerate((tile.low, tile.high)):
+            channel = tile.channels[R, row]
+            seen += list(tile.channels[:, row])
+            assert (tile.channels[:4, row] // 32 == tile.segments[0]).all()
+            assert (tile.channels[4:, row] // 32 == tile.segments[1]).all()
+            for column, registers in enumerate(unpacked):
+                bits_of = registers[source[0]][source[1]]
+                for half in range(2):
+                    narrow = jnp.asarray((bits_of >> (16 * half)) & 0xFFFF, jnp.uint16)
+                    kind = jnp.bfloat16 if side.kind == "bf16" else jnp.float16
+                    got = np.asarray(jax.lax.bitcast_convert_type(narrow, kind)).astype(np.float64)
+                    want = value[4 * J + column + 2 * half, channel] * 2.0 ** side.exponent(source)
+                    np.testing.assert_array_equal(got, want)
+    assert sorted(seen) == list(range(head_dim))
+
+
+def test_fragments_are_those_of_the_instruction():
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal(shape).astype(np.float16) for shape in ((16, 16), (16, 8)))
+    c = rng.standard_normal((16, 8)).astype(np.float32)
+
+    def pair(x, y):
+        return simt.joined(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
+
+    rows = [(R + 8 * (i % 2), 2 * J + 8 * (i // 2)) for i in range(4)]
+    fragment_a = [pair(a[row, column], a[row, column + 1]) for row, column in rows]
+    fragment_b = [pair(b[2 * J + 8 * i, R], b[2 * J + 8 * i + 1, R]) for i in range(2)]
+    places = [(R + 8 * (i // 2), 2 * J + i % 2) for i in range(4)]
+    got = simt.mma(fragment_a, fragment_b, [jnp.asarray(c[place]) for place in places])
+    want = a.astype(np.float64) @ b.astype(np.float64) + c
+    for register, place in zip(got, places, strict=True):
+        np.testing.assert_allclose(register, want[place], atol=1e-4)
+    tile = rng.standard_normal((8, 8)).astype(np.float16)
+    turned = simt.halves(simt.transpose(pair(tile[R, 2 * J], tile[R, 2 * J + 1])))
+    np.testing.assert_array_equal(turned[0], tile[2 * J, R].astype(np.float32))
+    np.testing.assert_array_equal(turned[1], tile[2 * J + 1, R].astype(np.float32))
