@@ -17,7 +17,7 @@ import numpy as np
 from jkv.cache import KVCache, LayerCache, sealed_tokens, take_mean
 from jkv.core import PAGE_TOKENS, Array
 from jkv.errors import JkvError
-from jkv.stages.floats import to_bf16
+from jkv.stages.floats import fits_bf16, to_bf16
 from jkv.store import encode_heads, store
 
 
@@ -30,7 +30,7 @@ def settle(calib: Any, k: Array, v: Array, valid: Array) -> tuple[Array, Array, 
       JkvError: for a non-finite value in arrays that are on the host's side of ``jit``.
     """
     bad = jnp.zeros(k.shape[0], jnp.int32)
-    finite = [jnp.isfinite(x.astype(jnp.bfloat16)) for x in (k, v)]
+    finite = [fits_bf16(x) for x in (k, v)]
     for name, fine in zip(("k", "v"), finite, strict=True):
         wrong = ~fine & valid[:, :, None, None]
         if not isinstance(wrong, jax.core.Tracer) and bool(wrong.any()):

@@ -31,6 +31,12 @@ def to_bf16(x: Array) -> Array:
     return jnp.where(finite, lax.bitcast_convert_type(rounded, jnp.float32), x).astype(jnp.bfloat16)
 
 
+def fits_bf16(x: Array) -> Array:
+    """Whether values are finite in bfloat16, from their bits: a compiler may drop the cast that would show it."""
+    size = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    return size < jnp.uint32(0x7F7F8000)
+
+
 def to_f16(x: Array) -> Array:
     """float32 to float16, nearest even, clamped to +-65504; rounded before the cast as in :func:`to_bf16`."""
     bits = lax.bitcast_convert_type(x, jnp.uint32)

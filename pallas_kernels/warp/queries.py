@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jkv.stages.floats import to_f16
 from pallas_kernels.warp.codes import E2M1_F16_EXPONENT, INT_EXPONENT, shift_of
 from pallas_kernels.warp.keys import ChannelKeys, KeySide, PowerKeys, TableKeys, TokenKeys
 
@@ -74,12 +75,16 @@ def headroom(side: KeySide) -> int:
 
 
 def scaled(side: KeySide, copies: Array) -> tuple[Array, Array]:
-    """Queries ``[B, H, C, M, D]`` times a power of two per row, and its inverse ``[B, H, M]``."""
+    """Queries ``[B, H, C, M, D]`` times a power of two per row, on float16's grid, and its inverse ``[B, H, M]``.
+
+    Sums over a query are taken after rounding: then its error meets keys, not codes, which are further from zero.
+    """
     largest = jnp.max(jnp.abs(copies), axis=(2, 4))
     bits = lax.bitcast_convert_type(jnp.maximum(largest, 2.0**-100), jnp.int32)
     power = (bits >> 23) - 126  # largest < 2**power
     up = _power_of_two(headroom(side) - power)
-    return copies * up[:, :, None, :, None], _power_of_two(power - headroom(side))
+    rounded = to_f16(copies * up[:, :, None, :, None]).astype(jnp.float32)
+    return rounded, _power_of_two(power - headroom(side))
 
 
 def _power_of_two(exponent: Array) -> Array:
