@@ -7,7 +7,6 @@ arrays themselves. Grids and shapes do not depend on lengths, so a CUDA graph ca
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import Any
 
 import jax
@@ -17,15 +16,16 @@ from jkv import page as pages
 from jkv.cache import KVCache, sealed_tokens, take_mean
 from jkv.core import PAGE_TOKENS, Array, Scheme
 from jkv.errors import JkvError
-from pallas_kernels import decode
+from pallas_kernels import decode, lane_decode, warp
 from pallas_kernels.checks import check_exact, check_shapes, check_values
-from pallas_kernels.combine import Exact, Lengths, combine
+from pallas_kernels.combine import combine
 from pallas_kernels.config import DecodeConfig, decode_config, layout_key, resolve
+from pallas_kernels.exact import Exact, Lengths
 from pallas_kernels.extend import first_visible
 from pallas_kernels.options import AttentionOptions, check_options
 from pallas_kernels.query import prepare_copies
 
-_MODULES = {"lane": "pallas_kernels.lane_decode", "warp": "pallas_kernels.warp"}
+_MOST_ROWS = 16  # query rows of a register-level program, which reads the cache anew for every eight
 _DEFAULT = AttentionOptions()
 
 
@@ -170,7 +170,7 @@ def _launch(
         sinks=0 if exact.sinks is None else exact.sinks[0].shape[2],
         window=options.window,
     )
-    partial = _split_kernel(config, scheme, dim, first.ndim == 2)(
+    partial = _split_kernel(config, scheme, dim, q.shape[1] * (q.shape[2] // heads), first.ndim == 2)(
         scheme,
         calib,
         prepare_copies(scheme, calib, q, heads, options),
@@ -187,15 +187,10 @@ def _launch(
     return combine(scheme, calib, q, partial, exact, place, options=options, interpret=interpret)
 
 
-def _split_kernel(config: DecodeConfig, scheme: Scheme, head_dim: int, by_row: bool) -> Any:
-    """The configured kernel's ``split_attention``, or the generic one where that kernel does not serve the layout."""
-    name = _MODULES.get(config.kernel)
-    if name is None or by_row:
-        return decode.split_attention
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        return decode.split_attention
-    return module.split_attention if module.supports(scheme, head_dim) else decode.split_attention
+def _split_kernel(config: DecodeConfig, scheme: Scheme, head_dim: int, rows: int = 1, by_row: bool = False) -> Any:
+    """``split_attention`` of the configured kernel, or of the next plainer one that serves the layout and rows."""
+    plainer = {"warp": (warp, lane_decode), "lane": (lane_decode,), "generic": ()}[config.kernel]
+    for module in () if by_row else plainer:
+        if module.supports(scheme, head_dim) and (module is lane_decode or rows <= _MOST_ROWS):
+            return module.split_attention
+    return decode.split_attention

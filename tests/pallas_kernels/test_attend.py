@@ -17,8 +17,8 @@ from jkv.errors import JkvError
 from jkv.registry import parse
 from pallas_kernels import decode
 from pallas_kernels.attend import attend, paged_attention
-from pallas_kernels.combine import Exact
 from pallas_kernels.config import DecodeConfig
+from pallas_kernels.exact import Exact
 from pallas_kernels.options import AttentionOptions
 from tests import caching
 from tests.pallas_kernels import exact

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from jkv.registry import parse
 from pallas_kernels import compat
-from pallas_kernels.combine import Exact, Lengths, combine, exact_dot
+from pallas_kernels.combine import combine
+from pallas_kernels.exact import Exact, Lengths, exact_dot
 from pallas_kernels.options import AttentionOptions
 from tests import cases
 from tests.pallas_kernels import exact, paged
