@@ -24,7 +24,7 @@ from jkv.registry import parse
 Kernel = Literal["generic", "lane", "warp"]
 TUNED = Path(__file__).parent / "tuned"
 _MULTIPROCESSORS = 132  # of an H100 or H200, where a device does not say
-_MOST_SPLITS = 128
+_MOST_SPLITS = 256
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "kernel": get_args(Kernel),
     "num_warps": (1, 2, 4, 8, 16),
@@ -76,7 +76,8 @@ def layout_key(scheme: Scheme, head_dim: int) -> str:
 def decode_config(device_kind: str, key: str, head_dim: int, gqa: int) -> DecodeConfig:
     """The tuned parameters for a device, a spec or layout, and a GQA ratio; the nearest tuned ratio counts.
 
-    Where nothing was tuned, a default that runs everywhere: the generic kernel.
+    Where nothing was tuned, the register-level kernel on NVIDIA and the lane kernel on AMD; a layout that those do not
+    read goes to a plainer one.
     """
     wanted = _layout_of(key, head_dim)
     found = [
@@ -85,7 +86,9 @@ def decode_config(device_kind: str, key: str, head_dim: int, gqa: int) -> Decode
         if entry["head_dim"] == head_dim and _layout_of(entry["key"], head_dim) == wanted
     ]
     if not found:
-        return DecodeConfig(num_warps=4 if head_dim <= 128 else 8)
+        kernels: dict[str, Kernel] = {"NVIDIA": "warp", "AMD": "lane", "gfx": "lane"}
+        kernel: Kernel = next((k for name, k in kernels.items() if device_kind.startswith(name)), "generic")
+        return DecodeConfig(kernel, num_warps=4 if head_dim <= 128 else 8)
     best = min(found, key=lambda entry: (abs(entry["gqa"] - gqa), entry["gqa"]))
     fields = {field.name for field in dataclasses.fields(DecodeConfig)}
     return DecodeConfig(**{name: value for name, value in best.items() if name in fields})
@@ -101,8 +104,9 @@ def resolve(config: DecodeConfig, programs: int, max_tokens: int, multiprocessor
     """
     if config.num_splits:
         return config
-    # About sixteen warps a multiprocessor hide the latency of loads.
-    wanted = (multiprocessors or _MULTIPROCESSORS) * max(16 // config.num_warps, 1)
+    # About sixteen warps a multiprocessor hide the latency of loads; a register-level program is one warp.
+    num_warps = 1 if config.kernel == "warp" else config.num_warps
+    wanted = (multiprocessors or _MULTIPROCESSORS) * max(16 // num_warps, 1)
     splits = 1
     while splits * programs < wanted and splits < _MOST_SPLITS and 2 * splits * config.tokens <= max_tokens:
         splits *= 2

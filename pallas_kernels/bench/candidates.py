@@ -12,7 +12,7 @@ from pallas_kernels.config import DecodeConfig
 
 KERNELS = ("generic", "lane", "warp")
 WARPS, STAGES = (1, 2, 4), (1, 2, 3)
-SPLITS = (1, 2, 4, 8, 16, 32, 64)
+SPLITS = (1, 8, 16, 24, 32, 64)
 _LEAST_TOKENS = 256  # tokens of a split below which starting it costs more than it brings
 
 
@@ -23,8 +23,11 @@ def candidates(case: BenchCase, kernels: Sequence[str] = KERNELS) -> list[Decode
     """
     sizes = [size for size in (64, 128) if size <= case.block_tokens] or [32]
     found = []
+    few = "warp" in kernels  # the others are tried to show how far behind they are
     for kernel in kernels:
-        tried = ((1,), (1,), sizes[:1]) if kernel == "warp" else (WARPS, STAGES, sizes)
+        tried: tuple[Sequence[int], ...] = (WARPS[1:2] if few else WARPS, STAGES[1:2] if few else STAGES, sizes)
+        if kernel == "warp":
+            tried = (1,), (1,), sizes[:1]
         for warps, stages, size in itertools.product(*tried):
             found.append(DecodeConfig(kernel, 0, warps, stages, size))  # type: ignore[arg-type]
     return found

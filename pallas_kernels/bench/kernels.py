@@ -22,7 +22,7 @@ _MODULES = {"generic": "pallas_kernels.decode", "lane": "pallas_kernels.lane_dec
 
 def kernel_that_runs(config: DecodeConfig, scheme: Scheme, head_dim: int) -> str:
     """The name of the split kernel that serves ``scheme`` under ``config``."""
-    module = attention._split_kernel(config, scheme, head_dim, False).__module__
+    module = attention._split_kernel(config, scheme, head_dim).__module__
     return next(name for name, path in _MODULES.items() if module == path or module.startswith(path + "."))
 
 

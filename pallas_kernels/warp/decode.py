@@ -236,7 +236,7 @@ def _kernel(*refs: Any, key: KeySide, value: ValueSide, static: dict[str, Any]) 
 def _few_registers(key: KeySide, static: dict[str, Any]) -> bool:
     """Whether four warps a scheduler serve better than the registers that the assembler takes when left alone."""
     lean = isinstance(key, ChannelKeys) or (isinstance(key, TokenKeys) and not key.flagged)
-    return lean and static["head_dim"] <= 128 and static["plan"].per_program == 1
+    return lean and key.codes.bits == 2 and static["head_dim"] <= 128 and static["plan"].per_program == 1
 
 
 def _affine(values: np.ndarray, r: Array) -> Array:

@@ -15,7 +15,6 @@ from jkv.attend import attend as plain_attend
 from jkv.cache import KVCache, init_cache
 from jkv.errors import JkvError
 from jkv.registry import parse
-from pallas_kernels import decode
 from pallas_kernels.attend import attend, paged_attention
 from pallas_kernels.config import DecodeConfig
 from pallas_kernels.exact import Exact
@@ -159,22 +158,14 @@ def test_lengths_are_not_looked_at_under_jit():
     np.testing.assert_array_equal(traced, attend(cache, calib, 0, q, config=CONFIG))
 
 
-def test_a_kernel_that_does_not_serve_a_layout_gives_way_to_the_generic_one(monkeypatch):
-    scheme = parse("bf16")
-    for kernel in ("generic", "lane", "warp"):
-        monkeypatch.setitem(kernels._MODULES, kernel, "pallas_kernels.absent")
-        found = kernels._split_kernel(DecodeConfig(kernel=kernel), scheme, 64, by_row=False)
-        assert found is decode.split_attention
-    monkeypatch.setitem(kernels._MODULES, "lane", "tests.pallas_kernels.test_attend")
-    assert kernels._split_kernel(DecodeConfig(kernel="lane"), scheme, 64, by_row=False) is split_attention
-    assert kernels._split_kernel(DecodeConfig(kernel="lane"), scheme, 32, by_row=False) is decode.split_attention
-    assert kernels._split_kernel(DecodeConfig(kernel="lane"), scheme, 64, by_row=True) is decode.split_attention
+def test_a_kernel_that_does_not_serve_a_layout_gives_way_to_a_plainer_one():
+    def found(kernel: str, spec: str, head_dim: int = 64, rows: int = 1, by_row: bool = False) -> str:
+        split = kernels._split_kernel(DecodeConfig(kernel=kernel), parse(spec), head_dim, rows, by_row)
+        return split.__module__.removeprefix("pallas_kernels.").split(".")[0]
 
-
-def supports(scheme, head_dim):
-    """What a module of kernels has to offer; this one serves head_dim 64."""
-    return head_dim == 64
-
-
-def split_attention(*args, **kwargs):
-    raise NotImplementedError
+    assert [found(kernel, "bf16") for kernel in ("generic", "lane", "warp")] == ["decode"] * 3
+    assert [found(kernel, "rtn:bits=4") for kernel in ("generic", "lane", "warp")] == ["decode", "lane_decode", "warp"]
+    assert found("warp", "rtn:bits=2,meta=f16") == "lane_decode"
+    assert found("warp", "rtn:bits=4", head_dim=96) == "decode"
+    assert found("warp", "rtn:bits=4", rows=17) == "lane_decode"
+    assert found("warp", "rtn:bits=4", by_row=True) == "decode"
