@@ -22,6 +22,7 @@ from pallas_kernels.options import AttentionOptions
 from pallas_kernels.query import prepare_copies
 from tests import cases
 from tests.pallas_kernels import paged
+from tests.pallas_kernels.devices import on_gpu
 
 LENGTHS = np.array([0, 1, 31, 32, 33, 64, 100], np.int32)
 CONFIG = DecodeConfig(num_splits=2)
@@ -58,7 +59,28 @@ def close(got: np.ndarray, want: np.ndarray, stored: np.ndarray) -> None:
             assert np.linalg.norm(got[row] - want[row]) <= 2e-3 * np.linalg.norm(want[row]), (row, count)
 
 
-@pytest.mark.parametrize("spec", cases.SPECS)
+# One spec for each way of reading a page; on a GPU every spec runs.
+READS = (
+    "bf16",
+    "fp8",
+    "fp8:scale=head",
+    "rtn:bits=3",
+    "rtn:bits=2,meta=f16",
+    "rtn:bits=4,rotation=head,center=on",
+    "kivi:bits=2",
+    "rotatekv:bits=4,setting=segment,meta=f16",
+    "flagrot-kivi:bits=2,mode=fixed",
+    "flagrot-auto:bits=4,mode=fixed",
+    "turboquant:bits=4",
+    "turboquant:bits=3,qjl=on",
+    "ultra-tq:scale=block,levels=uniform,v=same",
+    "ultraquant",
+    "ultraquant:rule=unrounded,center=on",
+    "kivi:bits=2/fp8:scale=head",
+)
+
+
+@pytest.mark.parametrize("spec", [s if s in READS else pytest.param(s, marks=on_gpu) for s in cases.SPECS])
 def test_every_scheme_on_ragged_rows(spec):
     pool = paged.pool(spec, 64, batch=len(LENGTHS))
     q = queries(len(LENGTHS), 4, 64).astype(jnp.float32)

@@ -16,7 +16,7 @@ from pallas_kernels import build, cache, compat
 from pallas_kernels.flush import FlushConfig, flush, write_pages
 from tests import caching
 from tests.cases import SPECS
-from tests.pallas_kernels.writing import rows, setting, shaped, slow_but, stored
+from tests.pallas_kernels.writing import rows, setting, shaped, some_of, stored
 
 FAMILIES = ["kivi:bits=2", "flagrot-kivi:bits=2,mode=group", "flagrot-auto:bits=2,mode=key", "turboquant:bits=4"]
 # Every scheme that has to write pages, and some that may; tests of `write` run every other spec.
@@ -31,7 +31,7 @@ def prompt(dim: int = 64) -> tuple[jax.Array, jax.Array]:
     return k, v
 
 
-@pytest.mark.parametrize("spec", slow_but(QUICK, PAGE_SPECS))
+@pytest.mark.parametrize("spec", some_of(QUICK, PAGE_SPECS))
 def test_pages_of_a_prompt_are_those_of_the_reference(spec):
     at, (k, v) = setting(spec), prompt()
     pool, bad = write_pages(at.scheme, at.calib, k, v, at.pool, jnp.asarray(PAGE))
@@ -56,7 +56,7 @@ def test_values_that_are_not_finite_are_zero_and_counted():
     assert counts.tolist() == [1, 0, 2]
 
 
-@pytest.mark.parametrize("spec", slow_but(["kivi:bits=2", "turboquant:bits=4"], FAMILIES))
+@pytest.mark.parametrize("spec", some_of(["kivi:bits=2", "turboquant:bits=4"], FAMILIES))
 def test_a_page_that_left_the_ring(spec):
     """Rings of 96 slots; every row's page starts elsewhere in it, one row has none."""
     at, (k, v) = setting(spec), prompt()

@@ -15,7 +15,8 @@ from pallas_kernels.config import DecodeConfig
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.warp import codes, keys, queries, simt, values
 from tests.pallas_kernels import paged
-from tests.pallas_kernels.test_lane_decode import FIRST, INTERPRET, LENGTHS, assert_close, run
+from tests.pallas_kernels.devices import on_gpu
+from tests.pallas_kernels.test_lane_decode import FIRST, LENGTHS, assert_close, run
 
 FORMS = [("e2m1", 4, d) for d in (64, 128)] + [
     (f, b, d) for d in (64, 128, 256) for f, b in (("int", 2), ("int", 4), ("table", 4))
@@ -28,7 +29,7 @@ WHOLE = (
     ("flagrot-kivi:bits=2,mode=group", 64, 4),
     ("turboquant:bits=4", 64, 1),
 )
-SLOW = (
+LARGER = (
     ("flagrot-auto:bits=2,mode=key", 128, 4),
     ("flagrot-auto:bits=2,mode=key", 256, 1),
     ("flagrot-auto:bits=4,mode=fixed", 64, 16),
@@ -46,17 +47,12 @@ SLOW = (
 )
 # Sinks and unfinished pages need masks, which finished pages do without.
 MASKED = (("rtn:bits=4,tail=0", 64, 4), ("ultraquant:tail=0", 64, 5))
-MASKED_SLOW = (
+MASKED_LARGER = (
     ("flagrot-auto:bits=2,mode=key,tail=0", 128, 4),
     ("ultra-tq:v=same,tail=0", 128, 2),
     ("rtn:bits=2,tail=0", 256, 4),
 )
 STORED = np.array([0, 32, 64, 96, 128, 96, 32], np.int32)
-
-
-def slow(cases):
-    """Interpreted, the larger shapes take a while to compile; on a GPU all of them are quick."""
-    return [pytest.param(*case, marks=[pytest.mark.slow] if INTERPRET else []) for case in cases]
 
 
 def check(spec: str, head_dim: int, rows: int, stored: np.ndarray, first: np.ndarray, splits: int = 2, **options):
@@ -67,20 +63,24 @@ def check(spec: str, head_dim: int, rows: int, stored: np.ndarray, first: np.nda
     assert_close(got, paged.attention(pool, copies, stored, first, options.get("softcap")), stored, first, mass=6e-3)
 
 
-@pytest.mark.parametrize(("spec", "head_dim", "rows"), [*WHOLE, *slow(SLOW)])
+@pytest.mark.parametrize(
+    ("spec", "head_dim", "rows"), [*WHOLE, *(pytest.param(*case, marks=on_gpu) for case in LARGER)]
+)
 def test_whole_pages(spec: str, head_dim: int, rows: int):
     assert warp.supports(parse(spec), head_dim)
     check(spec, head_dim, rows, STORED, np.zeros_like(STORED), splits=3)
 
 
-@pytest.mark.parametrize(("spec", "head_dim", "rows"), [*MASKED, *slow(MASKED_SLOW)])
+@pytest.mark.parametrize(
+    ("spec", "head_dim", "rows"), [*MASKED, *(pytest.param(*case, marks=on_gpu) for case in MASKED_LARGER)]
+)
 def test_ragged_ends(spec: str, head_dim: int, rows: int):
     check(spec, head_dim, rows, LENGTHS, FIRST)
 
 
-@pytest.mark.parametrize("spec", slow([("rtn:bits=2,center=off",)]))
-def test_softcap(spec: str):
-    check(spec, 64, 4, STORED, np.zeros_like(STORED), softcap=2.0)
+@on_gpu
+def test_softcap():
+    check("rtn:bits=2,center=off", 64, 4, STORED, np.zeros_like(STORED), softcap=2.0)
 
 
 def test_leaves_other_layouts_to_other_kernels():

@@ -18,7 +18,8 @@ from pallas_kernels import build, compat
 from pallas_kernels.encoding import prepare
 from pallas_kernels.write import WriteConfig, write
 from tests.cases import SPECS
-from tests.pallas_kernels.writing import BLOCK_TOKENS, BLOCKS, rows, setting, shaped, slow_but, stored
+from tests.pallas_kernels.devices import on_gpu
+from tests.pallas_kernels.writing import BLOCK_TOKENS, BLOCKS, rows, setting, shaped, some_of, stored
 
 TOKEN_SPECS = [spec for spec in SPECS if parse(spec).granularity == "token"]
 # One of every stage and layout, for what is not repeated with every spec.
@@ -44,7 +45,7 @@ def random_slots(seed: int, count: int = COUNT) -> np.ndarray:
     return slots
 
 
-@pytest.mark.parametrize("spec", slow_but(FAMILIES, TOKEN_SPECS))
+@pytest.mark.parametrize("spec", some_of(FAMILIES, TOKEN_SPECS))
 def test_bytes_are_those_of_the_reference(spec):
     at, (k, v), slots = setting(spec), rows(COUNT), random_slots(1)
     pool, bad = write(at.scheme, at.calib, k, v, at.pool, jnp.asarray(slots))
@@ -65,8 +66,8 @@ def test_random_slots_and_bf16_rows(seed):
 @pytest.mark.parametrize(
     "spec, dim",
     [
-        pytest.param("flagrot-auto:bits=2,mode=key", 128, marks=pytest.mark.slow),
-        pytest.param("flagrot-auto:bits=2,mode=key", 256, marks=pytest.mark.slow),
+        pytest.param("flagrot-auto:bits=2,mode=key", 128, marks=on_gpu),
+        pytest.param("flagrot-auto:bits=2,mode=key", 256, marks=on_gpu),
         ("ultraquant", 128),
         ("rtn:bits=3", 256),
     ],

@@ -19,6 +19,7 @@ from jkv.store import encode_heads, store
 from jkv.write import settle
 from pallas_kernels.encoding import prepare
 from tests import cases
+from tests.pallas_kernels.devices import on_gpu
 
 HEADS, BLOCKS, PER_BLOCK = 2, 4, 2
 BLOCK_TOKENS = PER_BLOCK * PAGE_TOKENS
@@ -75,6 +76,6 @@ def shaped(spec: str, dim: int, heads: int = 8) -> tuple[Scheme, Any, Any]:
     return scheme, operands, pool
 
 
-def slow_but(quick: Sequence[str], specs: Sequence[str]) -> list[Any]:
-    """Parameters for every spec; those that are not ``quick`` are marked slow, for compiling them takes minutes."""
-    return [spec if spec in quick else pytest.param(spec, marks=pytest.mark.slow) for spec in specs]
+def some_of(quick: Sequence[str], specs: Sequence[str]) -> list[Any]:
+    """Parameters for every spec; without a GPU only the ``quick`` ones run."""
+    return [spec if spec in quick else pytest.param(spec, marks=on_gpu) for spec in specs]
