@@ -380,8 +380,8 @@ def test_tuning_keeps_to_its_device_and_reports_failures(tmp_path, monkeypatch):
     text, lines = tuning.tune([case(context=1024), case("fp8")], target, lambda *_: None)
     made = json.loads(text)
     assert made["device"] == result.device_name() and len(made["entries"]) == 1
-    assert made["entries"][0]["num_warps"] == 1 and made["entries"][0]["measured"]["best_splits"] == 2
-    assert "1.100 ms" in lines[0] and "none of" in lines[1] and "not here" in lines[1]
+    assert made["entries"][0]["num_warps"] == 2 and made["entries"][0]["measured"]["best_splits"] == 2
+    assert "2.100 ms" in lines[0] and "none of" in lines[1] and "not here" in lines[1]
     target.write_text(json.dumps(made | {"device": "another"}))
     with pytest.raises(JkvError, match="the table of another"):
         tuning.tune([case()], target, lambda *_: None)

@@ -12,7 +12,7 @@ from pallas_kernels.config import DecodeConfig
 
 KERNELS = ("generic", "lane", "warp")
 WARPS, STAGES = (1, 2, 4), (1, 2, 3)
-SPLITS = (1, 8, 16, 24, 32, 64)
+SPLITS = (1, 2, 4, 8, 16, 24, 32, 64)
 _LEAST_TOKENS = 256  # tokens of a split below which starting it costs more than it brings
 
 
