@@ -152,7 +152,7 @@ def test_lowers(spec, platform):
 @pytest.mark.parametrize("spec", ["fp8:scale=head", "rtn:bits=4", "flagrot-auto:bits=4,mode=fixed", "ultraquant"])
 def test_rows_move_sixteen_bytes_at_a_time_and_nothing_spills(spec):
     made = build.compile(lowered(spec, "cuda"), "sm_90")
-    if build.version() == (3, 6):  # 3.9 spills in some of these; its figures are in resources.json
+    if build.version() == (3, 6):  # other releases may spill
         assert made.spills == 0
     assert re.search(r"ld\.global\.\S*v4\.b32", made.assembly)
     assert "st.global.v4.b32" in made.assembly
