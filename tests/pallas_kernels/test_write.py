@@ -152,8 +152,8 @@ def test_lowers(spec, platform):
 @pytest.mark.parametrize("spec", ["fp8:scale=head", "rtn:bits=4", "flagrot-auto:bits=4,mode=fixed", "ultraquant"])
 def test_rows_move_sixteen_bytes_at_a_time_and_nothing_spills(spec):
     made = build.compile(lowered(spec, "cuda"), "sm_90")
-    if build.version() == (3, 6):  # other releases may spill
-        assert made.spills == 0
+    known = 128 if (spec, build.version()) == ("rtn:bits=4", (3, 9)) else 0  # a known spill
+    assert made.spills <= known
     assert re.search(r"ld\.global\.\S*v4\.b32", made.assembly)
     assert "st.global.v4.b32" in made.assembly
 
@@ -164,5 +164,4 @@ def test_a_selector_measures_on_matrix_cores(target, instruction):
     config = None if target == "sm_90" else WriteConfig(num_warps=4)  # warps of 64 lanes
     made = build.compile(lowered("flagrot-auto:bits=2,mode=key", build.platform_of(target), config=config), target)
     assert instruction in made.assembly
-    if build.version() == (3, 6):
-        assert made.spills == 0
+    assert made.spills == 0
