@@ -22,6 +22,7 @@ from jkv.flags import Flags
 from jkv.measure import ROWS, offsets_of, tiles_of
 from jkv.page import Field, PageLayout
 from pallas_kernels import compat
+from pallas_kernels.geometry import iota
 
 _SCALARS = ("scale_mult", "zero_mult", "fp8_scale", "fp8_inverse")
 
@@ -122,10 +123,6 @@ def calib_in_kernel(prepared: Prepared, refs: tuple[Any, ...], head: Array) -> d
             calib["rows"] = LoadedRows(ref["tiles"], ref.get("offsets"), head)
         found[side] = calib
     return found
-
-
-def iota(shape: tuple[int, ...], axis: int) -> Array:
-    return lax.broadcasted_iota(jnp.int32, shape, axis)
 
 
 def settle(x: Array, mean: Array | None) -> tuple[Array, Array]:

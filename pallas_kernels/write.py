@@ -23,12 +23,12 @@ from pallas_kernels.encoding import (
     calib_in_kernel,
     check_pool,
     check_range,
-    iota,
     operands,
     prepare,
     settle,
     store_entry,
 )
+from pallas_kernels.geometry import iota
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,11 +25,6 @@ E2M1_F16_EXPONENT = -14
 E2M1_BF16_EXPONENT = -126
 
 
-def positions(bits: int) -> int:
-    """Codes of ``bits`` bits in one half of a register."""
-    return 16 // bits
-
-
 def shift_of(position: int, bits: int) -> int:
     """The bit at which :func:`integers` reads a position: what the code is scaled by, as a power of two."""
     at = position * bits

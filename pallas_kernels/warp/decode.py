@@ -19,6 +19,7 @@ from jkv.core import PAGE_TOKENS, Scheme
 from jkv.page import PageLayout
 from pallas_kernels import compat
 from pallas_kernels.config import DecodeConfig
+from pallas_kernels.decode_kernel import NOTHING
 from pallas_kernels.options import LOG2_E, AttentionOptions
 from pallas_kernels.warp import queries
 from pallas_kernels.warp.codes import table_registers
@@ -30,7 +31,6 @@ from pallas_kernels.warp.simt import exp2, full, lane, max_over_rows, pack_f16, 
 from pallas_kernels.warp.values import HeadValues, SegmentValues, ValueSide, b_registers
 
 Array = jax.Array
-_NOTHING = -1e30
 
 
 class _Group:
@@ -172,7 +172,7 @@ def _kernel(*refs: Any, key: KeySide, value: ValueSide, static: dict[str, Any]) 
                     if cap is not None:
                         score = jnp.tanh(score * factor[g] * (1.0 / cap)) * (cap * LOG2_E)
                     if seen is not None:
-                        score = jnp.where(seen[tile][half], score, _NOTHING)
+                        score = jnp.where(seen[tile][half], score, NOTHING)
                     scores[tile][half][g] = score
         scale = factor if cap is None else [full(1.0) for _ in groups]
         new_m, alpha = [], []
@@ -208,7 +208,7 @@ def _kernel(*refs: Any, key: KeySide, value: ValueSide, static: dict[str, Any]) 
         return next_loaded, coming, later, new_m, l, acc, extra
 
     groups = range(plan.per_program)
-    m = [full(_NOTHING) for _ in groups]
+    m = [full(NOTHING) for _ in groups]
     l = [full(0.0) for _ in groups]
     acc = [[[full(0.0)] * 4 for _ in groups] for _ in value.codes.words.tiles]
     extra = [value.empty() for _ in groups]

@@ -11,8 +11,9 @@ from typing import Literal
 
 import numpy as np
 
+from jkv.core import SEGMENT
+
 Form = Literal["int", "e2m1", "table"]
-SEGMENT = 32
 J = np.arange(4)
 
 
@@ -77,11 +78,10 @@ def _table_step(word_bits: int, plane: int, chunk: int) -> tuple[tuple[int, int]
     across = np.array([0, 16])
     if word_bits == 16:  # a register is two words of four planes: pairs 0, 1 are the first word's, 2, 3 the second's
         low, high = (second, segment), (second, 2 + segment)
-        words = np.array([2 * second, 2 * second + 1])
     else:
         pair = segment % 4
         low, high = (4 * chunk + 2 * second, pair), (4 * chunk + 2 * second + 1, pair)
-        words = np.array([2 * second, 2 * second + 1])
+    words = np.array([2 * second, 2 * second + 1])
     found = 32 * segment + 4 * J[:, None, None] + words[None, :, None] + across[None, None, :]
     return low, high, found
 
