@@ -51,6 +51,10 @@ class Rows:
     def blocks(self) -> int:
         return self.tiles.shape[0]
 
+    @property
+    def dtype(self) -> Any:
+        return self.tiles.dtype
+
     def tile(self, block: None, segment: int) -> Array:
         return self.tiles[:, segment]
 
@@ -72,11 +76,28 @@ def segments_of(x: Array) -> list[Array]:
     return list(lax.split(x, (SEGMENT,) * (x.shape[-1] // SEGMENT), axis=1))
 
 
+def _snapped(x: Array) -> Array:
+    """``x[T, D]`` with every segment of every row snapped: all at once, which a GPU spreads over its threads better."""
+    return snap(x.reshape(x.shape[0], -1, SEGMENT)).reshape(x.shape)
+
+
 def _in_order(parts: Sequence[Array]) -> Array:
     sum_so_far = parts[0]
     for part in parts[1:]:
         sum_so_far = sum_so_far + part
     return sum_so_far
+
+
+def _stacked(parts: Sequence[Array]) -> Array:
+    """``n x [T, 32]`` as ``[n T, 32]``, n = 1 or 2: one matrix product and one sum serve both."""
+    if len(parts) == 1:
+        return parts[0]
+    # Stacking last and transposing, because only that lowers in a GPU kernel.
+    return jnp.moveaxis(jnp.stack(parts, axis=-1), -1, 0).reshape(-1, SEGMENT)
+
+
+def _columns(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,42 +112,42 @@ class Measured:
     unit: Unit
     tokens: int
 
+    def parts(self, error: Array) -> list[Array]:
+        """A candidate's errors ``[T, D]`` as the segments that the other methods take."""
+        return segments_of(error if self.rows is None else _snapped(error).astype(self.rows.dtype))
+
     def by_segment(self, errors: Sequence[list[Array]]) -> list[list[Array]]:
-        """``[U]`` of each segment of each candidate, ``S x [T, 32]``; U = T, or 1 where a page is the unit."""
-        count = len(errors[0])
+        """``[U]`` of each segment of each candidate's :meth:`parts`; U = T, or 1 where a page is the unit."""
         if self.rows is None:
             return [[self._squares(part, None) for part in e] for e in errors]
-        errors = [[snap(part) for part in e] for e in errors]
+        stacked = [_stacked(parts) for parts in zip(*errors, strict=True)]
 
         def of_block(block: Array | int | None) -> list[Array]:
-            weights = self._weights(block)
-            rows = [self.rows.tile(block, s) for s in range(count)]
-            return [
-                self._squares(grid_dot(row, part), weights) for e in errors for part, row in zip(e, rows, strict=True)
-            ]
+            weights = self._weights(block, len(errors))
+            dots = [grid_dot(self.rows.tile(block, s), part) for s, part in enumerate(stacked)]
+            return [self._squares(z, weights) for z in dots]
 
-        flat = self._over_blocks(of_block, count * len(errors))
-        return [flat[i : i + count] for i in range(0, len(flat), count)]
+        return _columns([self._apart(x) for x in self._over_blocks(of_block, len(stacked), len(errors))])
 
     def whole(self, errors: Sequence[list[Array]]) -> list[Array]:
-        """``[U]`` of every candidate, all of its segments together."""
+        """``[U]`` of every candidate, all of its :meth:`parts` together."""
         if self.rows is None:
             return [_in_order(self.by_segment([e])[0]) for e in errors]
-        errors = [[snap(part) for part in e] for e in errors]
+        stacked = [_stacked(parts) for parts in zip(*errors, strict=True)]
 
         def of_block(block: Array | int | None) -> list[Array]:
-            weights = self._weights(block)
-            rows = [self.rows.tile(block, s) for s in range(len(errors[0]))]
-            dots = ([grid_dot(row, part) for part, row in zip(e, rows, strict=True)] for e in errors)
-            return [self._squares(_in_order(parts), weights) for parts in dots]
+            dots = [grid_dot(self.rows.tile(block, s), part) for s, part in enumerate(stacked)]
+            return [self._squares(_in_order(dots), self._weights(block, len(errors)))]
 
-        return self._over_blocks(of_block, len(errors))
+        return self._apart(self._over_blocks(of_block, 1, len(errors))[0])
 
-    def _weights(self, block: Array | int | None) -> Array | None:
-        """``p: [ROWS, T]``: probabilities of a key under its block of queries, capped at one."""
+    def _weights(self, block: Array | int | None, candidates: int) -> Array | None:
+        """``p: [ROWS, candidates * T]``: probabilities of a key under its block of queries, capped at one."""
         if self.keys is None:
             return None
-        return self._all_weights if block is None else self._weights_of(block)
+        p = self._all_weights if block is None else self._weights_of(block)
+        shape = (*p.shape[:-1], candidates, p.shape[-1])
+        return jnp.broadcast_to(p[..., None, :], shape).reshape(*p.shape[:-1], -1)
 
     @functools.cached_property
     def _all_weights(self) -> Array:
@@ -141,12 +162,21 @@ class Measured:
         return exp_of_negative(jnp.minimum(scaled - self.rows.offset(block)[..., None], 0.0))
 
     def _squares(self, z: Array, weights: Array | None) -> Array:
-        """Of ``z[..., ROWS, T]`` or, without rows, ``[T, 32]``: sums per key ``[..., U]``."""
+        """Of ``z[..., ROWS, n T]`` for n candidates or, without rows, ``[T, 32]``: sums per key ``[..., n U]``."""
         axis = -1 if self.rows is None else -2
         per_key = total(z * z if weights is None else z * z * weights, axis)
-        return total(per_key, axis=-1)[..., None] if self.unit == "group" else per_key
+        if self.unit == "key":
+            return per_key
+        return total(per_key.reshape(*per_key.shape[:-1], -1, self.tokens), axis=-1)
 
-    def _over_blocks(self, of_block: Callable[[Array | int | None], list[Array]], count: int) -> list[Array]:
+    def _apart(self, x: Array) -> list[Array]:
+        """Sums of n candidates one after the other, ``[n U]``, as n arrays."""
+        size = 1 if self.unit == "group" else self.tokens
+        return list(lax.split(x, (size,) * (x.shape[0] // size), axis=0)) if x.shape[0] > size else [x]
+
+    def _over_blocks(
+        self, of_block: Callable[[Array | int | None], list[Array]], count: int, candidates: int
+    ) -> list[Array]:
         """Sums over blocks of rows, one after the other."""
         if isinstance(self.rows, Rows):
             return [_in_order([x[block] for block in range(self.rows.blocks)]) for x in of_block(None)]
@@ -157,7 +187,7 @@ class Measured:
             return tuple(a + b for a, b in zip(sums, of_block(block), strict=True))
 
         size = 1 if self.unit == "group" else self.tokens
-        return list(lax.fori_loop(0, self.rows.blocks, add, (jnp.zeros(size, jnp.float32),) * count))
+        return list(lax.fori_loop(0, self.rows.blocks, add, (jnp.zeros(size * candidates, jnp.float32),) * count))
 
 
 def measure_of(calib: Calib, x: Array, measure: Measure, unit: Unit) -> Measured:
@@ -167,6 +197,7 @@ def measure_of(calib: Calib, x: Array, measure: Measure, unit: Unit) -> Measured
     rows = with_rows(calib, measure)["rows"]
     if measure == "channel":
         return Measured(rows, None, unit, x.shape[0])
-    high = [snap(part) for part in segments_of(x)]
-    low = [snap(part - top) for part, top in zip(segments_of(x), high, strict=True)]
-    return Measured(rows, (high, low), unit, x.shape[0])
+    high = _snapped(x)
+    low = _snapped(x - high)
+    keys = segments_of(high.astype(rows.dtype)), segments_of(low.astype(rows.dtype))
+    return Measured(rows, keys, unit, x.shape[0])

@@ -28,7 +28,7 @@ from jax import lax
 from jkv.core import PAGE_TOKENS, SEGMENT, Array, Calib, Scheme, Side, Stage
 from jkv.errors import JkvError
 from jkv.flags import Flags, turn_by_flags
-from jkv.measure import Measure, Measured, Unit, measure_of, segments_of, with_rows
+from jkv.measure import Measure, Measured, Unit, measure_of, with_rows
 from jkv.rotate import turn
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -85,7 +85,7 @@ def choose_flags(
     Flags are ``[U, S]`` and ``[U, 1]`` with U = 1 or T: one per segment, then the head's. A tie keeps what is simpler.
     """
     measured = measure_of(calib, x, measure, unit)
-    raw, segment, head = (segments_of(e) for e in candidate_errors(inner, calib, x))
+    raw, segment, head = (measured.parts(e) for e in candidate_errors(inner, calib, x))
     if exhaustive:
         rotated = _best_assembly(measured, raw, segment)
     else:

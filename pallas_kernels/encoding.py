@@ -82,6 +82,10 @@ class LoadedRows:
     def blocks(self) -> int:
         return self.tiles.shape[1]
 
+    @property
+    def dtype(self) -> Any:
+        return jnp.bfloat16
+
     def tile(self, block: Array | int, segment: int) -> Array:
         row = (self.head * self.blocks + block) * self.tiles.shape[2] + segment
         shape = (ROWS, SEGMENT)
