@@ -24,7 +24,7 @@ from pallas_kernels.geometry import iota, strided
 from pallas_kernels.options import LOG2_E, AttentionOptions
 from pallas_kernels.tables import HeadArrays, arrays_read, spec_of
 
-_TILE = 4096  # elements of partial results that a program holds at a time
+_TILE = 8192  # elements of partial results that a program holds at a time
 _NUM_WARPS = 4
 
 
@@ -76,7 +76,7 @@ def combine(
         width=columns,
         column_tiles=dim // columns,
         splits=splits,
-        at_once=min(pl.next_power_of_2(splits), max(_TILE // (ROWS * columns), 1)),
+        at_once=min(pl.next_power_of_2(splits), max(_TILE // (min(ROWS, pl.next_power_of_2(rows)) * columns), 1)),
         scale=options.score_scale(dim),
         softcap=options.softcap,
         window=options.window,
@@ -127,16 +127,21 @@ def _kernel(static: Static, *refs: Any) -> None:
 
 
 def _merge(static: Static, ref: dict[str, Any], pair: Array, row: Array, first: Array) -> Softmax:
-    """The splits' partial results as one, several splits at a time."""
-    many = static.at_once
+    """The splits' partial results as one, several splits at a time.
+
+    Few rows are merged as few, which leaves room for more splits at a time, and repeated at the end: the rest of a
+    program wants the rows of a matrix operand.
+    """
+    many, few = static.at_once, min(ROWS, pl.next_power_of_2(static.rows))
+    row = row if few == ROWS else iota((few,), 0)
 
     def several(number: Array, state: Softmax) -> Softmax:
-        split = number * many + iota((many, ROWS), 0)
+        split = number * many + iota((many, few), 0)
         at = split * static.rows + row[None, :]
         valid = (split < static.splits) & (row < static.rows)[None, :]
         m = compat.load(ref["m"], pair, 0, at, jnp.float32, mask=valid, other=NOTHING)
         l = compat.load(ref["l"], pair, 0, at, jnp.float32, mask=valid)
-        shape = (many, ROWS, static.width)
+        shape = (many, few, static.width)
         index = at[:, :, None] * static.head_dim + strided(shape, (0, 0, 1)) + first
         o = compat.load(ref["o"], pair, 0, index, jnp.float32, mask=jnp.broadcast_to(valid[:, :, None], shape))
         top = jnp.maximum(state.top, jnp.max(m, axis=0))
@@ -145,9 +150,15 @@ def _merge(static: Static, ref: dict[str, Any], pair: Array, row: Array, first: 
         return Softmax(top, state.total * shrink + jnp.sum(l * weight, axis=0), out)
 
     empty = Softmax(
-        jnp.full((ROWS,), NOTHING, jnp.float32),
-        jnp.zeros((ROWS,), jnp.float32),
-        jnp.zeros((ROWS, static.width), jnp.float32),
+        jnp.full((few,), NOTHING, jnp.float32),
+        jnp.zeros((few,), jnp.float32),
+        jnp.zeros((few, static.width), jnp.float32),
     )
     chunks = pl.cdiv(static.splits, many)
-    return several(jnp.int32(0), empty) if chunks == 1 else lax.fori_loop(0, chunks, several, empty)
+    merged = several(jnp.int32(0), empty) if chunks == 1 else lax.fori_loop(0, chunks, several, empty)
+    return merged if few == ROWS else Softmax(*(_repeated(x) for x in merged))
+
+
+def _repeated(x: Array) -> Array:
+    """``x[n, ...]`` over and over, until there are enough rows."""
+    return jnp.broadcast_to(x[None], (ROWS // x.shape[0], *x.shape)).reshape(ROWS, *x.shape[1:])
