@@ -24,7 +24,7 @@ from jkv.registry import parse
 Kernel = Literal["generic", "lane", "warp"]
 TUNED = Path(__file__).parent / "tuned"
 _MULTIPROCESSORS = 132  # of an H100 or H200, where a device does not say
-_MOST_SPLITS = 256
+_MOST_SPLITS = 128
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "kernel": get_args(Kernel),
     "num_warps": (1, 2, 4, 8, 16),

@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import compat
 from pallas_kernels.warp.simt import e4m3_pair_to_f16, e4m3_to_f16, lane, prmt, unpack_f16
+from pallas_kernels.warp.unit import TILE, Unit
 
 Array = jax.Array
-TILE = 16  # tokens of one m-tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,10 +23,14 @@ class Meta:
 
     segments: int
 
-    def load(self, ref, row: Array, start: Array, at: int) -> list[Array]:
-        """Registers of one tile whose bytes begin ``start + at`` into the row."""
+    def load(self, unit: Unit, name: str) -> list[list[Array]]:
+        """Registers of every tile of a unit."""
         r, _ = lane()
-        return compat.load_words(ref, row, start + r * (2 * self.segments), at, count=max(1, self.segments // 2))
+        count = max(1, self.segments // 2)
+        return [
+            unit.words(name, r * (2 * self.segments), tile * TILE * self.segments, count=count)
+            for tile in range(unit.tiles)
+        ]
 
     def row(self, registers: list[Array], half: int) -> list[Array]:
         """The words of row r (``half=0``) or r + 8; with two segments the bytes are the low two."""

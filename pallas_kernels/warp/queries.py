@@ -16,7 +16,7 @@ from jax import lax
 
 from jkv.stages.floats import to_f16
 from pallas_kernels.warp.codes import E2M1_F16_EXPONENT, INT_EXPONENT, shift_of
-from pallas_kernels.warp.keys import ChannelKeys, KeySide, PowerKeys, TableKeys, TokenKeys
+from pallas_kernels.warp.keys import ChannelKeys, FloatKeys, KeySide, PowerKeys, TableKeys, TokenKeys
 
 Array = jax.Array
 GROUP = 4  # queries of one B tile
@@ -58,7 +58,7 @@ def exponent_of(side: KeySide) -> int:
     """The power of two by which codes are read too small."""
     if isinstance(side, PowerKeys):
         return E2M1_F16_EXPONENT
-    return 0 if isinstance(side, TableKeys) else INT_EXPONENT
+    return 0 if isinstance(side, TableKeys | FloatKeys) else INT_EXPONENT
 
 
 def shifts_of(side: KeySide) -> np.ndarray:

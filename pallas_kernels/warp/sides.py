@@ -6,8 +6,10 @@ import functools
 
 from jkv.core import Scheme
 from jkv.page import Field, layout
-from pallas_kernels.warp.keys import ChannelKeys, KeySide, PowerKeys, TableKeys, TokenKeys, make_codes
-from pallas_kernels.warp.values import HeadValues, PowerValues, SegmentValues, ValueSide, make_value_codes
+from pallas_kernels.warp.key_codes import make_codes
+from pallas_kernels.warp.keys import ChannelKeys, FloatKeys, KeySide, PowerKeys, TableKeys, TokenKeys
+from pallas_kernels.warp.value_codes import make_value_codes
+from pallas_kernels.warp.values import FloatValues, HeadValues, PowerValues, SegmentValues, ValueSide
 
 HEAD_DIMS = (64, 128, 256)
 
@@ -34,6 +36,8 @@ def _key(scheme: Scheme, fields: dict[str, Field], head_dim: int) -> KeySide | N
     codes, scale, zero = (fields.get(name) for name in ("k_codes", "k_scale", "k_zero"))
     assert codes is not None
     bits = _bits(codes, head_dim)
+    if _is_e4m3(codes, head_dim) and scale is None:
+        return FloatKeys(make_codes(head_dim, 8, "e4m3"))
     if "k_codes1" in fields or "k_signs" in fields or bits not in (2, 4):
         return None
     segments = head_dim // 32
@@ -56,10 +60,17 @@ def _is_e2m1(codes: Field, head_dim: int) -> bool:
     return codes.dtype.itemsize == 1 and codes.shape == (32, head_dim // 2)
 
 
+def _is_e4m3(codes: Field, head_dim: int) -> bool:
+    """A byte a channel."""
+    return codes.dtype.itemsize == 1 and codes.shape == (32, head_dim)
+
+
 def _value(fields: dict[str, Field], head_dim: int) -> ValueSide | None:
     codes, scale, zero = (fields.get(name) for name in ("v_codes", "v_scale", "v_zero"))
     assert codes is not None
     bits = _bits(codes, head_dim)
+    if _is_e4m3(codes, head_dim) and scale is None:
+        return FloatValues(make_value_codes(head_dim, 8, "e4m3"))
     if "v_codes1" in fields or bits not in (2, 4):
         return None
     segments = head_dim // 32

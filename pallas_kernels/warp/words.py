@@ -13,7 +13,7 @@ import numpy as np
 
 from jkv.core import SEGMENT
 
-Form = Literal["int", "e2m1", "table"]
+Form = Literal["int", "e2m1", "table", "e4m3"]
 J = np.arange(4)
 
 
@@ -45,9 +45,11 @@ class KeyWords:
 
 
 def key_words(head_dim: int, bits: int, form: Form) -> KeyWords:
-    """The map for ``bits``-bit codes; E2M1 nibbles and table indices have 4."""
+    """The map for ``bits``-bit codes; E2M1 nibbles and table indices have 4, E4M3 bytes 8."""
     if form == "e2m1":
         return _e2m1_keys(head_dim)
+    if form == "e4m3":
+        return _e4m3_keys(head_dim)
     word_bits = head_dim // 16 * bits
     per_half = 16 // bits
     loads = tuple(
@@ -98,6 +100,17 @@ def _e2m1_keys(head_dim: int) -> KeyWords:
     return KeyWords(loads, False, tuple(steps), np.stack(channels))
 
 
+def _e4m3_keys(head_dim: int) -> KeyWords:
+    """Bytes in channel order: a word of four channels is one k-step of the four lanes."""
+    chunks = range(head_dim // 64)
+    steps, channels = [], []
+    for word in range(head_dim // 16):
+        chunk, inner = divmod(word, 4)
+        steps.append(Step(0, (word, 0), (word, 1)))
+        channels.append(64 * chunk + 16 * J[:, None, None] + 4 * inner + np.arange(4).reshape(2, 2))
+    return KeyWords(tuple((16, 64 * c, 4) for c in chunks), False, tuple(steps), np.stack(channels))
+
+
 @dataclasses.dataclass(frozen=True)
 class Tile:
     """One m-tile of 16 value channels: source ``(register, position)`` of rows r and r + 8, channels ``[8, 2]``.
@@ -134,6 +147,8 @@ def value_words(head_dim: int, bits: int, form: Form) -> ValueWords:
                 channels = 64 * g + 8 * r + np.array([0, 4]) + n
                 tiles.append(Tile((2 * g, n), (2 * g + 1, n), channels, (2 * g, 2 * g + 1)))
         return ValueWords(loads, tuple(tiles))
+    if form == "e4m3":
+        return _e4m3_values(head_dim)
     word_bits = head_dim // 16 * bits
     per_half = 16 // bits
     if word_bits == 8:
@@ -153,4 +168,17 @@ def value_words(head_dim: int, bits: int, form: Form) -> ValueWords:
             side, position = divmod(inner, per_half)
             low, high = (4 * chunk + side, position), (4 * chunk + 2 + side, position)
         tiles.append(Tile(low, high, 16 * plane + 2 * r + np.arange(2), (plane // 2, plane // 2)))
+    return ValueWords(loads, tuple(tiles))
+
+
+def _e4m3_values(head_dim: int) -> ValueWords:
+    """Bytes in channel order, 16 neighbouring channels a lane (8 of 64)."""
+    per_lane, r = min(head_dim // 8, 16), np.arange(8)[:, None]
+    loads = tuple((per_lane, 128 * c, per_lane // 4, 4) for c in range(max(1, head_dim // 128)))
+    tiles = []
+    for word in range(head_dim // 32):
+        chunk, inner = divmod(word, per_lane // 4)
+        for first in (0, 2):
+            channels = 128 * chunk + per_lane * r + 4 * inner + first + np.arange(2)
+            tiles.append(Tile((word, first), (word, first + 1), channels, (0, 0)))
     return ValueWords(loads, tuple(tiles))

@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 
 from jkv.registry import parse
-from jkv.stages.floats import e2m1_decode
+from jkv.stages.floats import e2m1_decode, e4m3_decode
 from jkv.stages.pack import pack_words
 from pallas_kernels import warp
 from pallas_kernels.config import DecodeConfig
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.warp import codes, keys, queries, simt, values
+from pallas_kernels.warp import codes, keys, queries, simt
+from pallas_kernels.warp.key_codes import make_codes
+from pallas_kernels.warp.value_codes import make_value_codes
 from tests.pallas_kernels import paged
 from tests.pallas_kernels.devices import on_gpu
 from tests.pallas_kernels.test_lane_decode import FIRST, LENGTHS, assert_close, run
 
 FORMS = [("e2m1", 4, d) for d in (64, 128)] + [
-    (f, b, d) for d in (64, 128, 256) for f, b in (("int", 2), ("int", 4), ("table", 4))
+    (f, b, d) for d in (64, 128, 256) for f, b in (("int", 2), ("int", 4), ("table", 4), ("e4m3", 8))
 ]
 R, J = np.arange(32) // 4, np.arange(32) % 4
 LEVELS = np.linspace(-1, 0.9, 16).astype(np.float32)
@@ -28,8 +30,11 @@ WHOLE = (
     ("flagrot-auto:bits=2,mode=key", 64, 3),
     ("flagrot-kivi:bits=2,mode=group", 64, 4),
     ("turboquant:bits=4", 64, 1),
+    ("fp8", 64, 6),
 )
 LARGER = (
+    ("fp8:scale=head", 128, 4),
+    ("fp8", 256, 8),
     ("flagrot-auto:bits=2,mode=key", 128, 4),
     ("flagrot-auto:bits=2,mode=key", 256, 1),
     ("flagrot-auto:bits=4,mode=fixed", 64, 16),
@@ -46,8 +51,9 @@ LARGER = (
     ("turboquant:bits=4", 256, 4),
 )
 # Sinks and unfinished pages need masks, which finished pages do without.
-MASKED = (("rtn:bits=4,tail=0", 64, 4), ("ultraquant:tail=0", 64, 5))
+MASKED = (("rtn:bits=4,tail=0", 64, 4), ("fp8:tail=0", 64, 2), ("ultraquant:tail=0", 64, 5))
 MASKED_LARGER = (
+    ("fp8:tail=0", 128, 4),
     ("flagrot-auto:bits=2,mode=key,tail=0", 128, 4),
     ("ultra-tq:v=same,tail=0", 128, 2),
     ("rtn:bits=2,tail=0", 256, 4),
@@ -84,7 +90,7 @@ def test_softcap():
 
 
 def test_leaves_other_layouts_to_other_kernels():
-    for spec in ("bf16", "fp8", "rtn:bits=3", "kivi:bits=2,meta=f16", "flagrot-auto:bits=2/turboquant:bits=4"):
+    for spec in ("bf16", "rtn:bits=3", "kivi:bits=2,meta=f16", "flagrot-auto:bits=2/turboquant:bits=4"):
         assert not warp.supports(parse(spec), 128), spec
     assert not warp.supports(parse("rtn:bits=4"), 96)
 
@@ -92,6 +98,9 @@ def test_leaves_other_layouts_to_other_kernels():
 def coded(form: str, bits: int, head_dim: int, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Random rows of codes as bytes ``[tokens, bytes]``, and the values they stand for."""
     code = np.random.default_rng(head_dim).integers(0, 2**bits, (tokens, head_dim)).astype(np.int32)
+    if form == "e4m3":
+        code = np.where(code & 127 == 127, 0, code).astype(np.uint8)  # NaN is never stored
+        return code, np.asarray(e4m3_decode(jnp.asarray(code)))
     if form == "e2m1":
         pairs = code.reshape(tokens, -1, 2)
         return (pairs[..., 0] | (pairs[..., 1] << 4)).astype(np.uint8), np.asarray(e2m1_decode(jnp.asarray(code)))
@@ -109,11 +118,12 @@ def table_of(form: str):
 
 @pytest.mark.parametrize(("form", "bits", "head_dim"), FORMS)
 def test_key_registers_hold_the_channels_that_the_map_says(form: str, bits: int, head_dim: int):
-    side = keys.make_codes(head_dim, bits, form)
+    side = make_codes(head_dim, bits, form)
     whole = {
         "e2m1": keys.PowerKeys,
         "table": lambda c: keys.TableKeys(c, True),
         "int": lambda c: keys.TokenKeys(c, False),
+        "e4m3": keys.FloatKeys,
     }
     raw, value = coded(form, bits, head_dim, 16)
     registers = [
@@ -125,7 +135,7 @@ def test_key_registers_hold_the_channels_that_the_map_says(form: str, bits: int,
         for i, (register, position) in enumerate((step.low, step.high)):
             for half, got in enumerate(simt.halves(unpacked[register][position])):
                 channel = side.words.channels[s, J, i, half]
-                assert (channel // 32 == step.segment).all()
+                assert form == "e4m3" or (channel // 32 == step.segment).all()
                 want = value[2 * R, channel] * 2.0 ** (exponent + int(shifts[s, i]))
                 np.testing.assert_array_equal(np.asarray(got), want.astype(np.float32))
     assert sorted(side.words.channels.ravel()) == list(range(head_dim))
@@ -133,7 +143,7 @@ def test_key_registers_hold_the_channels_that_the_map_says(form: str, bits: int,
 
 @pytest.mark.parametrize(("form", "bits", "head_dim"), FORMS)
 def test_value_registers_hold_the_channels_that_the_map_says(form: str, bits: int, head_dim: int):
-    side = values.make_value_codes(head_dim, bits, form)
+    side = make_value_codes(head_dim, bits, form)
     raw, value = coded(form, bits, head_dim, 16)
     tokens = [
         [
@@ -149,8 +159,9 @@ def test_value_registers_hold_the_channels_that_the_map_says(form: str, bits: in
         for row, source in enumerate((tile.low, tile.high)):
             channel = tile.channels[R, row]
             seen += list(tile.channels[:, row])
-            assert (tile.channels[:4, row] // 32 == tile.segments[0]).all()
-            assert (tile.channels[4:, row] // 32 == tile.segments[1]).all()
+            if form != "e4m3":
+                assert (tile.channels[:4, row] // 32 == tile.segments[0]).all()
+                assert (tile.channels[4:, row] // 32 == tile.segments[1]).all()
             for column, registers in enumerate(unpacked):
                 bits_of = registers[source[0]][source[1]]
                 for half in range(2):

@@ -1,0 +1,100 @@
+"""What a program holds besides pages: the registers of its queries, and constants of its head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import compat
+from pallas_kernels.warp import queries
+from pallas_kernels.warp.codes import table_registers
+from pallas_kernels.warp.keys import ChannelKeys, KeySide, TokenKeys
+from pallas_kernels.warp.queries import QueryPlan
+from pallas_kernels.warp.simt import full, lane, pack_f16
+
+Array = jax.Array
+
+
+class Group:
+    """The B registers of four queries."""
+
+    def __init__(self, key: KeySide, refs: dict[str, Any], program: Any, number: int):
+        self._fragments, self._program, self._number = refs["fragments"], program, number
+        self._pairs, self._sets = len(key.codes.words.steps) // 2, len(queries.sets_of(key))
+        self._held = {which: self.all_of(which) for which in range(self._sets) if which in queries.held_sets(key)}
+        self.sums = _load_sums(key, refs["sums"], program, number) if isinstance(key, TokenKeys) else []
+
+    def registers(self, which: int, anew: Array) -> list[list[Array]]:
+        """B registers ``[step]`` of one set, held or read again; ``anew`` is zero, and differs from page to page."""
+        return self._held[which] if which in self._held else self.all_of(which + anew)
+
+    def all_of(self, which: Any) -> list[list[Array]]:
+        fours = [self.load(which, pair) for pair in range(self._pairs)]
+        return [half for four in fours for half in (four[:2], four[2:])]
+
+    def load(self, which: Any, pair: int) -> list[Array]:
+        """Four registers: the k-steps ``2 pair`` and ``2 pair + 1`` of one set (an int, or one a lane)."""
+        r, j = lane()
+        size = self._pairs * 512
+        offset = (r * 4 + j) * 16
+        start = self._number * self._sets * size + pair * 512
+        if isinstance(which, int):
+            return compat.load_words(self._fragments, self._program, offset, start + which * size, count=4)
+        return compat.load_words(self._fragments, self._program, offset + which * size, start, count=4)
+
+
+def _load_sums(key: TokenKeys, ref: Any, program: Any, group: int) -> list[list[list[Array]]]:
+    """B registers ``[midpoint, scale][matrix operation]``."""
+    r, j = lane()
+    number = queries.sum_registers(key)
+    found = []
+    for part in range(2):
+        place = (group * 2 + part) * number * 128
+        registers = [compat.load_words(ref, program, (r * 4 + j) * 4, place + i * 128)[0] for i in range(number)]
+        registers += [full(0, jnp.uint32)] * (number % 2)
+        found.append([registers[i : i + 2] for i in range(0, len(registers), 2)])
+    return found
+
+
+class Query:
+    """What key and value sides read besides pages: query registers and constants of the head."""
+
+    def __init__(self, key: KeySide, plan: QueryPlan, refs: dict[str, Any], program: Any, head: Any):
+        zero_share, scale_share, self.offset_factor, self.v_zero, self.v_factor = (
+            compat.load(refs["constants"], head, 0, full(i, jnp.int32), jnp.float32) for i in range(5)
+        )
+        self.lanes = _lane_masks(key) if isinstance(key, TokenKeys) else []
+        self.shares = _shares(key, zero_share, scale_share) if isinstance(key, ChannelKeys) else []
+        self.groups = [Group(key, refs, program, g) for g in range(plan.per_program)]
+        self.anew = full(0, jnp.int32)
+        self.table = self.v_table = None
+        if "levels" in refs:
+            levels = [compat.load(refs["levels"], head, 0, full(i, jnp.int32), jnp.float32) for i in range(32)]
+            self.table, self.v_table = table_registers(levels[:16]), table_registers(levels[16:])
+
+
+def _lane_masks(key: TokenKeys) -> Any:
+    """Per register of the offset's A operand, which copy of the query its lanes meet, as masks."""
+    _, j = lane()
+    per_copy = key.codes.words.segments // 2
+    found = []
+    for register in range(queries.sum_registers(key)):
+        copy = register * (4 // per_copy) + j // per_copy
+        found.append(tuple(_mask(copy == 0 if i == 0 else copy < 2 if i == 1 else copy == 2) for i in range(3)))
+    return found if key.flagged else [mask[0] for mask in found]
+
+
+def _mask(where: Array) -> Array:
+    return jnp.where(where, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
+
+
+def _shares(key: ChannelKeys, zero: Array, scale: Array) -> list[list[tuple[Array, Array]]]:
+    """Factors of a stored offset, two float16 each, for the two registers of every k-step."""
+    powers = [[2.0 ** int(shift) for shift in step] for step in queries.shifts_of(key)]
+
+    def pair(power: float) -> tuple[Array, Array]:
+        return pack_f16(zero * power, zero * power), pack_f16(scale * power, scale * power)
+
+    return [[pair(power) for power in step] for step in powers]
