@@ -42,10 +42,11 @@ def offsets_of(logz: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Tiles of rows in arrays, of which all blocks are taken at once; a kernel loads one block after the other."""
+    """Tiles of rows in arrays, of which all blocks are taken at once; a kernel may load one block after the other."""
 
     tiles: Array
     logz: Array | None = None
+    at_once = True
 
     @property
     def blocks(self) -> int:
@@ -94,6 +95,11 @@ def _stacked(parts: Sequence[Array]) -> Array:
         return parts[0]
     # Stacking last and transposing, because only that lowers in a GPU kernel.
     return jnp.moveaxis(jnp.stack(parts, axis=-1), -1, 0).reshape(-1, SEGMENT)
+
+
+def _over_first(x: Array) -> Array:
+    """The sum over the first axis in order; of two, as the one addition that it is."""
+    return jnp.sum(x, axis=0) if x.shape[0] == 2 else _in_order([x[i] for i in range(x.shape[0])])
 
 
 def _columns(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
@@ -162,9 +168,14 @@ class Measured:
         return exp_of_negative(jnp.minimum(scaled - self.rows.offset(block)[..., None], 0.0))
 
     def _squares(self, z: Array, weights: Array | None) -> Array:
-        """Of ``z[..., ROWS, n T]`` for n candidates or, without rows, ``[T, 32]``: sums per key ``[..., n U]``."""
-        axis = -1 if self.rows is None else -2
-        per_key = total(z * z if weights is None else z * z * weights, axis)
+        """Of ``z[..., ROWS, n T]`` for n candidates or, without rows, ``[T, 32]``: sums per key ``[..., n U]``.
+
+        Several blocks of rows, one below the other, are sums of their own.
+        """
+        squares = z * z if weights is None else z * z * weights
+        if self.rows is not None and z.shape[-2] > ROWS:
+            squares = squares.reshape(-1, ROWS, z.shape[-1])
+        per_key = total(squares, -1 if self.rows is None else -2)
         if self.unit == "key":
             return per_key
         return total(per_key.reshape(*per_key.shape[:-1], -1, self.tokens), axis=-1)
@@ -178,8 +189,8 @@ class Measured:
         self, of_block: Callable[[Array | int | None], list[Array]], count: int, candidates: int
     ) -> list[Array]:
         """Sums over blocks of rows, one after the other."""
-        if isinstance(self.rows, Rows):
-            return [_in_order([x[block] for block in range(self.rows.blocks)]) for x in of_block(None)]
+        if self.rows.at_once:
+            return [_over_first(x) for x in of_block(None)]
         if self.rows.blocks == 1:
             return of_block(0)
 

@@ -86,15 +86,22 @@ class LoadedRows:
     def dtype(self) -> Any:
         return jnp.bfloat16
 
-    def tile(self, block: Array | int, segment: int) -> Array:
-        row = (self.head * self.blocks + block) * self.tiles.shape[2] + segment
-        shape = (ROWS, SEGMENT)
-        return compat.load(self.tiles, row, 0, iota(shape, 0) * SEGMENT + iota(shape, 1), jnp.bfloat16)
+    @property
+    def at_once(self) -> bool:
+        return self.blocks == 2  # a tile of 128 rows; more would not fit the registers
 
-    def offset(self, block: Array | int) -> Array | None:
+    def tile(self, block: Array | int | None, segment: int) -> Array:
+        shape = (ROWS if block is not None else self.blocks * ROWS, SEGMENT)
+        at, first = iota(shape, 0), 0 if block is None else block
+        row = (self.head * self.blocks + first + at // ROWS) * self.tiles.shape[2] + segment
+        return compat.load(self.tiles, row, 0, at % ROWS * SEGMENT + iota(shape, 1), jnp.bfloat16)
+
+    def offset(self, block: Array | int | None) -> Array | None:
         if self.offsets is None:
             return None
-        return compat.load(self.offsets, self.head * self.blocks + block, 0, iota((ROWS,), 0), jnp.float32)
+        at = iota((ROWS if block is not None else self.blocks * ROWS,), 0)
+        row = self.head * self.blocks + (0 if block is None else block) + at // ROWS
+        return compat.load(self.offsets, row, 0, at % ROWS, jnp.float32)
 
 
 def calib_in_kernel(prepared: Prepared, refs: tuple[Any, ...], head: Array) -> dict[str, dict[str, Any]]:
