@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -29,37 +29,84 @@ from pallas_kernels.encoding import (
     store_entry,
 )
 from pallas_kernels.geometry import iota
+from pallas_kernels.warp import write as warp_write
+from pallas_kernels.warp.writable import at_once, supports
+
+_MANY_VALUES = 1 << 21  # from here on there are enough programs, and two passes share what a program does once
 
 
 @dataclasses.dataclass(frozen=True)
 class WriteConfig:
-    """How a write kernel is launched: ``tokens`` a program (a power of two, 16 or more) and warps.
+    """How a write kernel is launched: ``tokens`` a program (a power of two) and warps.
 
-    ``lane_channels`` shapes the tile: that many consecutive channels of a token lie side by side in a warp, 8 of them
-    in one thread; the token's other channels are registers of the same threads.
+    ``kernel="tile"`` encodes whatever the scheme's stages say, from 16 tokens on. ``lane_channels`` shapes its tile:
+    that many consecutive channels of a token lie side by side in a warp, 8 of them in one thread; the token's other
+    channels are registers of the same threads. ``kernel="warp"`` has one warp and takes ``1024 / head_dim`` tokens at
+    a time: bfloat16 rows of the schemes that it knows (:mod:`pallas_kernels.warp.write`), on NVIDIA from sm_90 on.
     """
 
     tokens: int = 16
     num_warps: int = 1
     lane_channels: int = 16
+    kernel: Literal["tile", "warp"] = "tile"
 
     def __post_init__(self) -> None:
-        allowed = {"tokens": (16, 32, 64, 128), "num_warps": (1, 2, 4, 8), "lane_channels": (8, 16, 32)}
+        tokens = (16, 32, 64, 128) if self.kernel == "tile" else (4, 8, 16, 32, 64, 128)
+        warps = (1, 2, 4, 8) if self.kernel == "tile" else (1,)
+        allowed = {
+            "kernel": ("tile", "warp"),
+            "tokens": tokens,
+            "num_warps": warps,
+            "lane_channels": (8, 16, 32),
+        }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise JkvError(f"{name}={getattr(self, name)} is not allowed; {name} must be one of {values}")
 
 
-def default_config(scheme: Scheme, head_dim: int) -> WriteConfig:
-    """16 tokens a program: enough programs for a decoding step, few enough registers that none spills.
+def default_config(scheme: Scheme, head_dim: int, dtype: Any = None, size: int = 0) -> WriteConfig:
+    """The warp kernel where the device and the rows, ``size`` values of ``dtype``, allow it; a prompt gets two passes.
 
-    A selector holds three candidates and its dot products, a rotation two versions of every key: they get more warps.
+    Else 16 tokens a program: enough programs for a decoding step, few enough registers that none spills. A selector
+    holds three candidates and its dot products, a rotation two versions of every key: they get more warps.
     """
+    if supports(scheme, head_dim, dtype, size) and _has_warp_kernels(jax.devices()[0]):
+        passes = 2 if size >= _MANY_VALUES else 1
+        return WriteConfig(passes * at_once(head_dim), kernel="warp")
     wide = max(1, head_dim // 128)
-    if scheme.flags != "none" and "choice" not in scheme.k_needs:
+    if _selects(scheme):
         return WriteConfig(16, 8, 32)
     turns = any(stage.turns for codec in (scheme.k, scheme.v) for stage in codec.stages)
     return WriteConfig(16, 2 * wide, 32) if turns or wide > 1 else WriteConfig(16, 1, 16)
+
+
+def _selects(scheme: Scheme) -> bool:
+    """Whether a scheme decides on rotations as it writes."""
+    return scheme.flags != "none" and "choice" not in scheme.k_needs
+
+
+def _has_warp_kernels(device: Any) -> bool:
+    """NVIDIA from sm_90 on: what is older has no comparison of two bfloat16 at a time."""
+    kind, capability = device.device_kind, getattr(device, "compute_capability", "0.0")
+    return kind.startswith("NVIDIA") and int(str(capability).split(".")[0]) >= 9
+
+
+def _check_warp(scheme: Scheme, k: Array, tokens: int) -> None:
+    head_dim = k.shape[-1]
+    if not supports(scheme, head_dim, k.dtype, k.size):
+        raise JkvError(
+            f"kernel='warp' does not write {scheme.spec!r} from {k.size} values of {k.dtype.name} at head_dim="
+            f"{head_dim}; it takes fewer than 2**30 of bfloat16, for integer codes of 2 or 4 bits with 8-bit metadata "
+            "per token, raw or turned by fixed flags, at head_dim 64, 128 or 256"
+        )
+    if tokens % at_once(head_dim):
+        raise JkvError(
+            f"tokens={tokens} does not fit kernel='warp' at head_dim={head_dim}; tokens must be a multiple of "
+            f"{at_once(head_dim)}"
+        )
+    device = jax.devices()[0]
+    if device.platform == "gpu" and not _has_warp_kernels(device):
+        raise JkvError(f"kernel='warp' does not run on {device.device_kind}; it needs an NVIDIA GPU from sm_90 on")
 
 
 def load_rows(ref: Any, *, head: Any, row: Array, live: Array, dim: int, lane_channels: int) -> Array:
@@ -133,10 +180,13 @@ def write(
     layout, pages_per_block = check_pool(scheme, dim, pool, heads)
     check_range("slots", slots, pool.shape[0] * pages_per_block * PAGE_TOKENS)
     prepared = calib if isinstance(calib, Prepared) else prepare(scheme, calib)
-    return _launch(
-        prepared, k, v, pool, slots, scheme, layout, pages_per_block, config or default_config(scheme, dim),
-        jax.default_backend() != "gpu" if interpret is None else interpret,
-    )  # fmt: skip
+    config = config or default_config(scheme, dim, k.dtype, k.size)
+    if interpret is None:
+        interpret = jax.default_backend() != "gpu"
+    if config.kernel == "warp":
+        _check_warp(scheme, k, config.tokens)
+        return warp_write.launch(prepared, k, v, pool, slots, scheme, layout, pages_per_block, config.tokens, interpret)
+    return _launch(prepared, k, v, pool, slots, scheme, layout, pages_per_block, config, interpret)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))

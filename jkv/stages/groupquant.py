@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import jax.numpy as jnp
@@ -34,6 +35,75 @@ def round_to_grid(x: Array, scale: Array, origin: float, levels: int) -> Array:
     return jnp.minimum(code + up.astype(jnp.int32), jnp.where(positive, levels, 0))
 
 
+@dataclasses.dataclass(frozen=True)
+class Affine:
+    """The quantizer of :func:`affine`, whose stage is made of its methods: kernels recognize it and read its fields."""
+
+    bits: int
+    along: Along
+    meta: Meta
+    clip: float
+
+    @property
+    def levels(self) -> int:
+        return 2**self.bits - 1
+
+    @property
+    def origin(self) -> float:
+        """The code of the offset: the middle of the grid for a midpoint, its first level for a minimum."""
+        return self.levels / 2 if self.meta == "e4m3" else 0.0
+
+    def _split(self, x: Array) -> tuple[Array, int]:
+        if self.along == "tokens":
+            return x, -2
+        width = x.shape[-1] if self.along == "head" else SEGMENT
+        return x.reshape(*x.shape[:-1], x.shape[-1] // width, width), -1
+
+    def middle_and_half(self, low: Array, high: Array) -> tuple[Array, Array]:
+        """Midpoint and half the range of a group that reaches from ``low`` to ``high``."""
+        middle = (low + high) * 0.5
+        middle = jnp.where(middle == 0, 0.0, middle)  # backends disagree about the sign of a zero minimum
+        return middle, (high - low) * (0.5 * self.clip)
+
+    def in_units(self, calib: Calib, low: Array, high: Array) -> tuple[Array, Array]:
+        """Scale and midpoint as E4M3 metadata holds them: in units of their multipliers, before they are rounded."""
+        middle, half = self.middle_and_half(low, high)
+        scale = half * (2.0 / self.levels) * inverse_power(calib["scale_mult"])
+        return scale, middle * inverse_power(calib["zero_mult"])
+
+    def _stored(self, calib: Calib, low: Array, high: Array) -> Side:
+        if self.meta == "e4m3":
+            scale, zero = self.in_units(calib, low, high)
+            return {"scale": e4m3_encode(scale), "zero": e4m3_encode(zero)}
+        middle, half = self.middle_and_half(low, high)
+        return {
+            "scale": to_f16(half * (2.0 / self.levels)),
+            "zero": to_f16(middle - half),
+        }
+
+    def _loaded(self, calib: Calib, side: Side) -> tuple[Array, Array]:
+        if self.meta == "e4m3":
+            scale = e4m3_decode(magnitude(side["scale"])) * calib["scale_mult"]
+            return scale, e4m3_decode(side["zero"]) * calib["zero_mult"]
+        return magnitude(side["scale"]).astype(jnp.float32), side["zero"].astype(jnp.float32)
+
+    def fwd(self, calib: Calib, x: Array) -> tuple[Array, Side]:
+        groups, axis = self._split(x)
+        side = self._stored(calib, jnp.min(groups, axis), jnp.max(groups, axis))
+        scale, zero = (jnp.expand_dims(a, axis) for a in self._loaded(calib, side))
+        codes = round_to_grid(groups - zero, scale, self.origin, self.levels)
+        return codes.reshape(x.shape), side
+
+    def inv(self, calib: Calib, y: Array, side: Side) -> Array:
+        groups, axis = self._split(y)
+        scale, zero = (jnp.expand_dims(a, axis) for a in self._loaded(calib, side))
+        return (zero + scale * (groups.astype(jnp.float32) - self.origin)).reshape(y.shape)
+
+    def bits_of(self, head_dim: int) -> float:
+        group = head_dim if self.along == "head" else SEGMENT
+        return (16 if self.meta == "e4m3" else 32) / group
+
+
 def affine(bits: int, along: Along, meta: Meta = "e4m3", clip: float = 1.0) -> Stage:
     """``code = floor((x - offset) / scale + 1/2)``, one scale and one offset per group of values.
 
@@ -52,50 +122,5 @@ def affine(bits: int, along: Along, meta: Meta = "e4m3", clip: float = 1.0) -> S
     """
     if meta not in ("e4m3", "f16"):
         raise JkvError(f"meta={meta!r} is unknown; meta must be 'e4m3' or 'f16'")
-    levels = 2**bits - 1
-    # The offset is code `origin`: the middle of the grid for a midpoint, its first level for a minimum.
-    origin = levels / 2 if meta == "e4m3" else 0.0
-
-    def split(x: Array) -> tuple[Array, int]:
-        if along == "tokens":
-            return x, -2
-        width = x.shape[-1] if along == "head" else SEGMENT
-        return x.reshape(*x.shape[:-1], x.shape[-1] // width, width), -1
-
-    def stored(calib: Calib, low: Array, high: Array) -> Side:
-        middle = (low + high) * 0.5
-        middle = jnp.where(middle == 0, 0.0, middle)  # backends disagree about the sign of a zero minimum
-        half = (high - low) * (0.5 * clip)
-        if meta == "e4m3":
-            return {
-                "scale": e4m3_encode(half * (2.0 / levels) * inverse_power(calib["scale_mult"])),
-                "zero": e4m3_encode(middle * inverse_power(calib["zero_mult"])),
-            }
-        return {
-            "scale": to_f16(half * (2.0 / levels)),
-            "zero": to_f16(middle - half),
-        }
-
-    def loaded(calib: Calib, side: Side) -> tuple[Array, Array]:
-        if meta == "e4m3":
-            scale = e4m3_decode(magnitude(side["scale"])) * calib["scale_mult"]
-            return scale, e4m3_decode(side["zero"]) * calib["zero_mult"]
-        return magnitude(side["scale"]).astype(jnp.float32), side["zero"].astype(jnp.float32)
-
-    def fwd(calib: Calib, x: Array) -> tuple[Array, Side]:
-        groups, axis = split(x)
-        side = stored(calib, jnp.min(groups, axis), jnp.max(groups, axis))
-        scale, zero = (jnp.expand_dims(a, axis) for a in loaded(calib, side))
-        codes = round_to_grid(groups - zero, scale, origin, levels)
-        return codes.reshape(x.shape), side
-
-    def inv(calib: Calib, y: Array, side: Side) -> Array:
-        groups, axis = split(y)
-        scale, zero = (jnp.expand_dims(a, axis) for a in loaded(calib, side))
-        return (zero + scale * (groups.astype(jnp.float32) - origin)).reshape(y.shape)
-
-    def bits_of(head_dim: int) -> float:
-        group = head_dim if along == "head" else SEGMENT
-        return (16 if meta == "e4m3" else 32) / group
-
-    return Stage(fwd, inv, bits=bits_of)
+    made = Affine(bits, along, meta, clip)
+    return Stage(made.fwd, made.inv, bits=made.bits_of)

@@ -173,7 +173,8 @@ def _through_cache(
         return (*blocks[1:], following), words, seen, compute(state, number, unit, loaded)
 
     blocks = tuple(walk.block_of(begin + i) for i in range(ahead + 1))
-    seen, words = full(0, jnp.uint32), []
+    seen = full(0, jnp.uint32)
+    words: list[Array] = []
     for i in range(ahead):
         seen = fold(seen, words)
         words = fetch.load(walk.unit(begin + i, blocks[i]))

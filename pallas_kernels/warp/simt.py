@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jkv.stages.floats import e4m3_encode
 from pallas_kernels import compat
 from pallas_kernels.compat import Text
 
@@ -30,6 +31,11 @@ def lane() -> tuple[Array, Array]:
     """``(r, j)`` of every lane, int32 ``[32]``."""
     at = lax.broadcasted_iota(jnp.int32, (LANES,), 0)
     return at >> 2, at & 3
+
+
+def number() -> Array:
+    """The number of every lane, int32 ``[32]``."""
+    return lax.broadcasted_iota(jnp.int32, (LANES,), 0)
 
 
 def full(value: float, dtype: jnp.dtype = jnp.float32) -> Array:
@@ -125,6 +131,13 @@ def _from_lane(x: Array, step: int) -> Array:
     """The value of lane ``l ^ step``."""
     text = Text(f"shfl.sync.bfly.b32 $0, $1, {step}, 0x1f, 0xffffffff;", "=f,f")
     return compat.asm([x], [jnp.float32], _Exchange(step), ptx=text)[0]
+
+
+def exchange(x: Array, step: int) -> Array:
+    """The value of lane ``l ^ step``, of any 32-bit type."""
+    operand = "f" if x.dtype == jnp.float32 else "r"
+    text = Text(f"shfl.sync.bfly.b32 $0, $1, {step}, 0x1f, 0xffffffff;", f"={operand},{operand}")
+    return compat.asm([x], [x.dtype], _Exchange(step), ptx=text)[0]
 
 
 def from_lane(x: Array, source: Array) -> Array:
@@ -256,3 +269,129 @@ def exp2(x: Array) -> Array:
 
 def _exp2_plain(x: Array) -> list[Array]:
     return [jnp.exp2(x)]
+
+
+# -- what quantizing needs; instructions on two bfloat16 at a time need sm_90 ------------------------------------------
+
+
+def floats(x: Array) -> tuple[Array, Array]:
+    """A register of two bfloat16 as two float32, exactly."""
+    low, high = (lax.bitcast_convert_type(part, jnp.float32) for part in (x << 16, x & jnp.uint32(0xFFFF0000)))
+    return low, high
+
+
+def bf16x2(op: str, *args: Array) -> Array:
+    """``min``, ``max`` (either zero where only signs of zeros differ) or ``fma`` (a b + c) of two bfloat16 each."""
+    name = "fma.rn" if op == "fma" else op
+    body = f"{name}.bf16x2 {', '.join(f'${i}' for i in range(len(args) + 1))};"
+    forms: dict[str, Callable[..., list[Array]]] = {"min": _min_bf16x2, "max": _max_bf16x2, "fma": _fma_bf16x2}
+    return compat.asm(args, [jnp.uint32], forms[op], ptx=Text(body, "=" + ",".join(["r"] * (len(args) + 1))))[0]
+
+
+def _bf16(x: Array) -> tuple[Array, Array]:
+    return halves(x, jnp.bfloat16)
+
+
+def _min_bf16x2(a: Array, b: Array) -> list[Array]:
+    (a0, a1), (b0, b1) = _bf16(a), _bf16(b)
+    return [joined(jnp.minimum(a0, b0), jnp.minimum(a1, b1), jnp.bfloat16)]
+
+
+def _max_bf16x2(a: Array, b: Array) -> list[Array]:
+    (a0, a1), (b0, b1) = _bf16(a), _bf16(b)
+    return [joined(jnp.maximum(a0, b0), jnp.maximum(a1, b1), jnp.bfloat16)]
+
+
+def _fma_bf16x2(a: Array, b: Array, c: Array) -> list[Array]:
+    (a0, a1), (b0, b1), (c0, c1) = _bf16(a), _bf16(b), _bf16(c)
+    return [joined(a0 * b0 + c0, a1 * b1 + c1, jnp.bfloat16)]
+
+
+def at_least(a: Array, b: Array) -> Array:
+    """All 16 bits of a half set where ``a >= b`` as bfloat16."""
+    return compat.asm([a, b], [jnp.uint32], _at_least_plain, ptx=Text("set.ge.u32.bf16x2 $0, $1, $2;", "=r,r,r"))[0]
+
+
+def _at_least_plain(a: Array, b: Array) -> list[Array]:
+    low, high = (jnp.where(x >= y, jnp.uint32(0xFFFF), jnp.uint32(0)) for x, y in zip(_bf16(a), _bf16(b), strict=True))
+    return [low | (high << 16)]
+
+
+def select_bits(low: Array, high: Array, mask: int | Array) -> Array:
+    """Every bit of ``high`` where the mask has it set, else of ``low``."""
+    if isinstance(mask, int):
+        mask = full(mask, jnp.uint32)
+    text = Text("lop3.b32 $0, $1, $2, $3, 0xd8;", "=r,r,r,r")
+    return compat.asm([low, high, mask], [jnp.uint32], _select_bits_plain, ptx=text)[0]
+
+
+def _select_bits_plain(low: Array, high: Array, mask: Array) -> list[Array]:
+    return [(low & ~mask) | (high & mask)]
+
+
+def max_of_three(a: Array, b: Array, c: Array) -> Array:
+    """The maximum of int32 or of uint32: one instruction from sm_90 on."""
+    kind = "s32" if a.dtype == jnp.int32 else "u32"
+    body = f"{{ .reg .b32 t; max.{kind} t, $1, $2; max.{kind} $0, t, $3; }}"
+    return compat.asm([a, b, c], [a.dtype], _max_of_three_plain, ptx=Text(body, "=r,r,r,r"))[0]
+
+
+def _max_of_three_plain(a: Array, b: Array, c: Array) -> list[Array]:
+    return [jnp.maximum(jnp.maximum(a, b), c)]
+
+
+def append_sign(bits: Array, x: Array) -> Array:
+    """``bits`` moved up by one, with the sign bit of a float32 below."""
+    text = Text("shf.l.wrap.b32 $0, $2, $1, 1;", "=r,r,f")
+    return compat.asm([bits, x], [jnp.uint32], _append_sign_plain, ptx=text)[0]
+
+
+def _append_sign_plain(bits: Array, x: Array) -> list[Array]:
+    return [(bits << 1) | (lax.bitcast_convert_type(x, jnp.uint32) >> 31)]
+
+
+def fma(a: Array, b: Array, c: Array, *, minus: bool = False) -> Array:
+    """``a b + c`` (``a b - c``) in float32, rounded once; the plain form may round twice where ``a b`` is not exact."""
+    body = "fma.rn.f32 $0, $1, $2, $3;"
+    if minus:
+        body = "{ .reg .f32 c; neg.f32 c, $3; fma.rn.f32 $0, $1, $2, c; }"
+    return compat.asm([a, b, c], [jnp.float32], _fms_plain if minus else _fma_plain, ptx=Text(body, "=f,f,f,f"))[0]
+
+
+def _fma_plain(a: Array, b: Array, c: Array) -> list[Array]:
+    # Kept from the compiler of interpret mode, which takes 2**23 - 2**23 for nothing.
+    return [lax.optimization_barrier(a * b + c)]
+
+
+def _fms_plain(a: Array, b: Array, c: Array) -> list[Array]:
+    return [a * b - c]
+
+
+def fma_to_unit(a: Array, b: Array, c: Array) -> Array:
+    """``a b + c`` clamped to [0, 1], to about a unit in the last place; 0 for NaN."""
+    text = Text("fma.rn.sat.f32 $0, $1, $2, $3;", "=f,f,f,f")
+    return compat.asm([a, b, c], [jnp.float32], _fma_to_unit_plain, ptx=text)[0]
+
+
+def _fma_to_unit_plain(a: Array, b: Array, c: Array) -> list[Array]:
+    x = a * b + c
+    return [jnp.where(x == x, jnp.clip(x, 0.0, 1.0), 0.0)]
+
+
+def reciprocal(x: Array) -> Array:
+    """``1 / x`` to about a unit in the last place."""
+    return compat.asm([x], [jnp.float32], _reciprocal_plain, ptx=Text("rcp.approx.ftz.f32 $0, $1;", "=f,f"))[0]
+
+
+def _reciprocal_plain(x: Array) -> list[Array]:
+    return [1.0 / x]
+
+
+def pack_e4m3(low: Array, high: Array) -> Array:
+    """Two float32 as E4M3 bytes, nearest even, clamped to +-448, in the low 16 bits of a register."""
+    body = "{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, $2, $1; cvt.u32.u16 $0, p; }"
+    return compat.asm([low, high], [jnp.uint32], _pack_e4m3_plain, ptx=Text(body, "=r,f,f"))[0]
+
+
+def _pack_e4m3_plain(low: Array, high: Array) -> list[Array]:
+    return [e4m3_encode(low).astype(jnp.uint32) | (e4m3_encode(high).astype(jnp.uint32) << 8)]

@@ -16,7 +16,7 @@ from jkv.errors import JkvError
 from jkv.registry import parse
 from pallas_kernels import build, compat
 from pallas_kernels.encoding import prepare
-from pallas_kernels.write import WriteConfig, write
+from pallas_kernels.write import WriteConfig, default_config, write
 from tests.cases import SPECS
 from tests.pallas_kernels.devices import on_gpu
 from tests.pallas_kernels.writing import BLOCK_TOKENS, BLOCKS, rows, setting, shaped, some_of, stored
@@ -133,8 +133,9 @@ def test_other_refusals():
 
 
 def lowered(spec: str, platform: str, dim: int = 128, config: WriteConfig | None = None) -> compat.Lowered:
-    """A decoding step of 256 tokens."""
+    """A decoding step of 256 tokens, through tiles, whatever is the default here."""
     scheme, operands, pool = shaped(spec, dim)
+    config = config or default_config(scheme, dim)
     row = jax.ShapeDtypeStruct((256, 8, dim), jnp.bfloat16)
     call = functools.partial(write, scheme, config=config, interpret=False)
     found = compat.lower(call, operands, row, row, pool, jax.ShapeDtypeStruct((256,), jnp.int32), platform=platform)
