@@ -1,4 +1,6 @@
-"""Write the measured tables of README.md, docs/quality.md and docs/performance.md from the committed results.
+"""Write the measured tables of README.md, docs/quality.md and docs/performance.md, and draw docs/roofline.png.
+
+Everything comes from the committed results.
 
     python benchmarks/report.py [--check]
 
@@ -17,6 +19,7 @@ from typing import Any
 
 from jkv.evaluate.table import markdown
 from pallas_kernels.bench.markdown import document
+from pallas_kernels.bench.roofline import plot
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -85,34 +88,18 @@ def ablation_table() -> str:
     return "\n".join([*lines, "", _source(found, found["demo"])])
 
 
+BENCHES = ("bench", "bench-16k", "bench-batch1")  # one run each
+
+
 def bench_table() -> str:
-    if not (RESULTS / "bench.json").exists():
-        return "Not measured yet."
-    found = load("bench")
+    return "\n\n".join(_bench(load(name)) for name in BENCHES)
+
+
+def _bench(found: dict[str, Any]) -> str:
     copy, compute = found["copy_bandwidth"] / 1e12, found["matmul_rate"] / 1e12
     roofs = f"In the same run: copy {copy:.2f} TB/s, BF16 matmul {compute:.0f} Tflop/s."
     source = f"Measured with `{found['command']}` on {machine(found['versions'] | found)}, {found['date']}."
     return "\n\n".join([document(found), f"{roofs} {source}"])
-
-
-def tuned_table() -> str:
-    """What ``jkv bench --tune`` measured for the configurations that are shipped."""
-    table = json.loads((ROOT / "pallas_kernels" / "tuned" / "nvidia-h200.json").read_text())
-    entries = sorted(table["entries"], key=lambda entry: entry["measured"]["time_ms"])
-    base = {entry["spec"]: entry["measured"]["time_ms"] for entry in entries}
-    lines = ["| scheme | kernel | step, ms | vs bf16 | vs fp8 |", "| --- | --- | ---: | ---: | ---: |"]
-    for entry in entries:
-        time = entry["measured"]["time_ms"]
-        ratios = f"{base['bf16'] / time:.2f} | {base['fp8'] / time:.2f}"
-        lines.append(f"| `{entry['spec']}` | {entry['kernel']} | {time:.3f} | {ratios} |")
-    at = entries[0]["measured"]
-    return "\n".join(
-        [
-            *lines,
-            "",
-            f"{table['device']}, batch {at['batch']}, {at['context']} tokens, 32 query heads over 8, head_dim 128.",
-        ]
-    )
 
 
 def _source(found: dict[str, Any], demo: dict[str, Any]) -> str:
@@ -122,7 +109,7 @@ def _source(found: dict[str, Any], demo: dict[str, Any]) -> str:
 TABLES = {
     "README.md": {"compare": compare_table},
     "docs/quality.md": {"bars": bars_table, "rows": rows_table, "ablation": ablation_table},
-    "docs/performance.md": {"bench": bench_table, "tuned": tuned_table},
+    "docs/performance.md": {"bench": bench_table},
 }
 
 
@@ -143,6 +130,8 @@ def main() -> int:
             stale.append(name)
             if not args.check:
                 path.write_text(text)
+    if not args.check:
+        plot(load(BENCHES[0]), ROOT / "docs" / "roofline.png")
     print(f"{'differ from the results' if args.check else 'rewritten'}: {', '.join(stale) or 'none'}")
     return 1 if args.check and stale else 0
 

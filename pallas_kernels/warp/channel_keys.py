@@ -10,7 +10,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.warp.key_codes import Codes, operand
 from pallas_kernels.warp.key_codes import zero as zero_tile
-from pallas_kernels.warp.simt import e4m3_to_f16, half2, lane, mma, prmt
+from pallas_kernels.warp.ops import prmt
+from pallas_kernels.warp.pairs import e4m3_to_f16, half2
+from pallas_kernels.warp.simt import lane, mma
 from pallas_kernels.warp.unit import Unit
 
 Array = jax.Array

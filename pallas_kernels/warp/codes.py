@@ -17,7 +17,7 @@ from jax import lax
 
 from pallas_kernels import compat
 from pallas_kernels.compat import Text
-from pallas_kernels.warp.simt import prmt
+from pallas_kernels.warp.ops import prmt
 
 Array = jax.Array
 INT_EXPONENT = -24  # an integer code at shift s is read as code * 2**(s - 24)

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from jkv.core import SEGMENT
 from jkv.exact import product
-from pallas_kernels.warp.simt import exchange, fma, number
+from pallas_kernels.warp.ops import fma
+from pallas_kernels.warp.simt import exchange, number
 
 Array = jax.Array
 

@@ -8,7 +8,9 @@ from typing import Any
 import jax
 
 from pallas_kernels.warp import codes
-from pallas_kernels.warp.simt import e4m3_to_f16, full, lane, mma, prmt
+from pallas_kernels.warp.ops import prmt
+from pallas_kernels.warp.pairs import e4m3_to_f16
+from pallas_kernels.warp.simt import full, lane, mma
 from pallas_kernels.warp.unit import TILE, Unit
 from pallas_kernels.warp.words import Form, KeyWords, Step, key_words
 

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.warp.simt import e4m3_pair_to_f16, e4m3_to_f16, lane, prmt, unpack_f16
+from pallas_kernels.warp.ops import prmt
+from pallas_kernels.warp.pairs import e4m3_pair_to_f16, e4m3_to_f16, unpack_f16
+from pallas_kernels.warp.simt import lane
 from pallas_kernels.warp.unit import TILE, Unit
 
 Array = jax.Array

@@ -12,8 +12,9 @@ import numpy as np
 
 from pallas_kernels.decode_kernel import NOTHING
 from pallas_kernels.options import LOG2_E
+from pallas_kernels.warp.ops import exp2
 from pallas_kernels.warp.program import Query
-from pallas_kernels.warp.simt import exp2, full, lane, max_over_rows
+from pallas_kernels.warp.simt import full, lane, max_over_rows
 from pallas_kernels.warp.unit import TILE
 from pallas_kernels.warp.value_codes import b_registers
 from pallas_kernels.warp.values import ValueSide

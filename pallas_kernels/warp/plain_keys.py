@@ -9,7 +9,8 @@ import jax
 
 from pallas_kernels.warp.key_codes import Codes, zero
 from pallas_kernels.warp.meta import Meta
-from pallas_kernels.warp.simt import lane, unpack_f16
+from pallas_kernels.warp.pairs import unpack_f16
+from pallas_kernels.warp.simt import lane
 from pallas_kernels.warp.unit import TILE, Unit
 
 Array = jax.Array

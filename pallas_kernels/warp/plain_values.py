@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.warp.meta import Meta
-from pallas_kernels.warp.simt import full, lane, pack_bf16, pack_f16, sum_over_rows, unpack_f16
+from pallas_kernels.warp.pairs import pack_bf16, pack_f16, unpack_f16
+from pallas_kernels.warp.simt import full, lane, sum_over_rows
 from pallas_kernels.warp.unit import TILE, Unit
 from pallas_kernels.warp.value_codes import ValueCodes, visible
 

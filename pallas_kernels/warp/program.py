@@ -11,8 +11,9 @@ from pallas_kernels import compat
 from pallas_kernels.warp import queries
 from pallas_kernels.warp.codes import table_registers
 from pallas_kernels.warp.keys import ChannelKeys, KeySide, TokenKeys
+from pallas_kernels.warp.pairs import pack_f16
 from pallas_kernels.warp.queries import QueryPlan
-from pallas_kernels.warp.simt import full, lane, pack_f16
+from pallas_kernels.warp.simt import full, lane
 
 Array = jax.Array
 

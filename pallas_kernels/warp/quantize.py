@@ -19,23 +19,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jkv.stages.groupquant import Affine
-from pallas_kernels.warp.simt import (
-    append_sign,
-    at_least,
-    bf16x2,
-    e4m3_pair_to_f16,
-    floats,
-    fma,
-    fma_to_unit,
-    full,
-    max_of_three,
-    pack_bf16,
-    pack_e4m3,
-    prmt,
-    reciprocal,
-    select_bits,
-    unpack_f16,
-)
+from pallas_kernels.warp.ops import append_sign, fma, fma_to_unit, max_of_three, prmt, reciprocal, select_bits
+from pallas_kernels.warp.pairs import at_least, bf16x2, e4m3_pair_to_f16, floats, pack_bf16, pack_e4m3, unpack_f16
+from pallas_kernels.warp.simt import full
 
 Array = jax.Array
 _ODD = 0xAAAAAAAA  # the upper bit of every 2-bit code

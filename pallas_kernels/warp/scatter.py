@@ -10,7 +10,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.warp.simt import exchange, full, number, prmt, select_bits
+from pallas_kernels.warp.ops import prmt, select_bits
+from pallas_kernels.warp.simt import exchange, full, number
 
 Array = jax.Array
 

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.warp.meta import Meta
-from pallas_kernels.warp.simt import e4m3_pair_to_f16, from_lane, full, half2, lane, mma, pack_f16, prmt
+from pallas_kernels.warp.ops import prmt
+from pallas_kernels.warp.pairs import e4m3_pair_to_f16, half2, pack_f16
+from pallas_kernels.warp.simt import from_lane, full, lane, mma
 from pallas_kernels.warp.unit import TILE, Unit
 from pallas_kernels.warp.value_codes import ValueCodes, visible
 

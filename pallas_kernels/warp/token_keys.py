@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.warp.key_codes import Codes, operand, zero
 from pallas_kernels.warp.meta import Meta
-from pallas_kernels.warp.simt import full, mma, prmt
+from pallas_kernels.warp.ops import prmt
+from pallas_kernels.warp.simt import full, mma
 from pallas_kernels.warp.unit import Unit
 
 Array = jax.Array

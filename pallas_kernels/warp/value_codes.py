@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.warp import codes
-from pallas_kernels.warp.simt import e4m3_to_f16, lane, mma, prmt, transpose
+from pallas_kernels.warp.ops import prmt
+from pallas_kernels.warp.pairs import e4m3_to_f16
+from pallas_kernels.warp.simt import lane, mma, transpose
 from pallas_kernels.warp.unit import TILE, Unit
 from pallas_kernels.warp.words import Form, ValueWords, value_words
 

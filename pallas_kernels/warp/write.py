@@ -21,8 +21,9 @@ from jkv.page import PageLayout
 from pallas_kernels import compat
 from pallas_kernels.encoding import Prepared, operands
 from pallas_kernels.warp import hadamard, quantize
+from pallas_kernels.warp.pairs import bf16x2, floats, pack_bf16
 from pallas_kernels.warp.scatter import scatter
-from pallas_kernels.warp.simt import LANES, bf16x2, exchange, floats, full, number, pack_bf16
+from pallas_kernels.warp.simt import LANES, exchange, full, number
 from pallas_kernels.warp.writable import Sides, at_once, sides
 
 Array = jax.Array

@@ -13,7 +13,7 @@ from jkv.stages.pack import pack_words
 from pallas_kernels import warp
 from pallas_kernels.config import DecodeConfig
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.warp import codes, keys, queries, simt
+from pallas_kernels.warp import codes, keys, pairs, queries, simt
 from pallas_kernels.warp.key_codes import make_codes
 from pallas_kernels.warp.value_codes import make_value_codes
 from tests.pallas_kernels import paged
@@ -133,7 +133,7 @@ def test_key_registers_hold_the_channels_that_the_map_says(form: str, bits: int,
     exponent, shifts = queries.exponent_of(whole[form](side)), queries.shifts_of(whole[form](side))
     for s, step in enumerate(side.words.steps):
         for i, (register, position) in enumerate((step.low, step.high)):
-            for half, got in enumerate(simt.halves(unpacked[register][position])):
+            for half, got in enumerate(pairs.halves(unpacked[register][position])):
                 channel = side.words.channels[s, J, i, half]
                 assert form == "e4m3" or (channel // 32 == step.segment).all()
                 want = value[2 * R, channel] * 2.0 ** (exponent + int(shifts[s, i]))
@@ -179,7 +179,7 @@ def test_fragments_are_those_of_the_instruction():
     c = rng.standard_normal((16, 8)).astype(np.float32)
 
     def pair(x, y):
-        return simt.joined(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
+        return pairs.joined(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
 
     rows = [(R + 8 * (i % 2), 2 * J + 8 * (i // 2)) for i in range(4)]
     fragment_a = [pair(a[row, column], a[row, column + 1]) for row, column in rows]
@@ -190,6 +190,6 @@ def test_fragments_are_those_of_the_instruction():
     for register, place in zip(got, places, strict=True):
         np.testing.assert_allclose(register, want[place], atol=1e-4)
     tile = rng.standard_normal((8, 8)).astype(np.float16)
-    turned = simt.halves(simt.transpose(pair(tile[R, 2 * J], tile[R, 2 * J + 1])))
+    turned = pairs.halves(simt.transpose(pair(tile[R, 2 * J], tile[R, 2 * J + 1])))
     np.testing.assert_array_equal(turned[0], tile[2 * J, R].astype(np.float32))
     np.testing.assert_array_equal(turned[1], tile[2 * J + 1, R].astype(np.float32))

@@ -24,7 +24,7 @@ from jkv.stages.pack import pack_words
 from pallas_kernels import build, compat
 from pallas_kernels import write as writes
 from pallas_kernels.encoding import prepare
-from pallas_kernels.warp import hadamard, quantize, scatter, simt
+from pallas_kernels.warp import hadamard, ops, pairs, quantize, scatter, simt
 from pallas_kernels.warp.writable import at_once, supports
 from pallas_kernels.write import WriteConfig, default_config, write
 from tests import cases
@@ -204,7 +204,7 @@ def lanes(x: np.ndarray) -> jax.Array:
     return jnp.asarray(x)
 
 
-def pairs(low: np.ndarray, high: np.ndarray) -> jax.Array:
+def paired(low: np.ndarray, high: np.ndarray) -> jax.Array:
     bits = [x.astype(ml_dtypes.bfloat16).view(np.uint16).astype(np.uint32) for x in (low, high)]
     return jnp.asarray(bits[0] | (bits[1] << 16))
 
@@ -220,37 +220,37 @@ def test_instructions():
     a, b, c, d = (numbers() for _ in range(4))
     bits = RNG.integers(0, 2**32, (3, 32), dtype=np.uint32)
     for op, want in (("min", np.minimum), ("max", np.maximum)):
-        got = simt.floats(simt.bf16x2(op, pairs(a, b), pairs(c, d)))
+        got = pairs.floats(pairs.bf16x2(op, paired(a, b), paired(c, d)))
         np.testing.assert_array_equal(got, [want(a, c), want(b, d)])
     wide = (x.astype(np.float64) for x in (a, b, c, d))
     rounded = [
         x.astype(ml_dtypes.bfloat16).astype(np.float32) for x in (lambda a, b, c, d: (a * c + d, b * d + c))(*wide)
     ]
-    got = simt.floats(simt.bf16x2("fma", pairs(a, b), pairs(c, d), pairs(d, c)))
+    got = pairs.floats(pairs.bf16x2("fma", paired(a, b), paired(c, d), paired(d, c)))
     np.testing.assert_array_equal(got, rounded)
-    got = simt.bf16x2("fma", pairs(np.full(32, np.inf), np.full(32, np.nan)), jnp.zeros(32, jnp.uint32), pairs(a, b))
-    assert np.isnan(simt.floats(got)).all()
+    got = pairs.bf16x2("fma", paired(np.full(32, np.inf), np.full(32, np.nan)), jnp.zeros(32, jnp.uint32), paired(a, b))
+    assert np.isnan(pairs.floats(got)).all()
     mask = np.where(a >= c, 0xFFFF, 0) | np.where(b >= d, 0xFFFF0000, 0)
-    np.testing.assert_array_equal(simt.at_least(pairs(a, b), pairs(c, d)), mask)
-    np.testing.assert_array_equal(simt.select_bits(*map(lanes, bits)), (bits[0] & ~bits[2]) | (bits[1] & bits[2]))
-    np.testing.assert_array_equal(simt.append_sign(lanes(bits[0]), lanes(a)), (bits[0] << 1) | np.signbit(a))
+    np.testing.assert_array_equal(pairs.at_least(paired(a, b), paired(c, d)), mask)
+    np.testing.assert_array_equal(ops.select_bits(*map(lanes, bits)), (bits[0] & ~bits[2]) | (bits[1] & bits[2]))
+    np.testing.assert_array_equal(ops.append_sign(lanes(bits[0]), lanes(a)), (bits[0] << 1) | np.signbit(a))
     np.testing.assert_array_equal(simt.exchange(lanes(bits[0]), 2), bits[0][np.arange(32) ^ 2])
     np.testing.assert_array_equal(simt.exchange(lanes(a), 16), a[np.arange(32) ^ 16])
     for x in bits, bits.view(np.int32):
-        np.testing.assert_array_equal(simt.max_of_three(*map(lanes, x)), x.max(axis=0))
+        np.testing.assert_array_equal(ops.max_of_three(*map(lanes, x)), x.max(axis=0))
     np.testing.assert_array_equal(simt.number(), np.arange(32))
     whole = np.round(a * 8)
     np.testing.assert_array_equal(
-        simt.fma(lanes(whole), lanes(b), lanes(c)), (whole * b.astype(np.float64) + c).astype(np.float32)
+        ops.fma(lanes(whole), lanes(b), lanes(c)), (whole * b.astype(np.float64) + c).astype(np.float32)
     )
-    less = simt.fma(lanes(whole), lanes(b), lanes(c), minus=True)
+    less = ops.fma(lanes(whole), lanes(b), lanes(c), minus=True)
     np.testing.assert_array_equal(less, (whole * b.astype(np.float64) - c).astype(np.float32))
-    share = simt.fma_to_unit(lanes(a), lanes(b), jnp.full(32, 0.5))
+    share = ops.fma_to_unit(lanes(a), lanes(b), jnp.full(32, 0.5))
     np.testing.assert_allclose(share, np.clip(a * b + 0.5, 0, 1), atol=1e-6)
-    np.testing.assert_array_equal(simt.fma_to_unit(lanes(a * np.nan), lanes(b), lanes(c)), 0)
-    np.testing.assert_allclose(simt.reciprocal(lanes(b + 4)), 1 / (b + 4), rtol=1e-6)
+    np.testing.assert_array_equal(ops.fma_to_unit(lanes(a * np.nan), lanes(b), lanes(c)), 0)
+    np.testing.assert_allclose(ops.reciprocal(lanes(b + 4)), 1 / (b + 4), rtol=1e-6)
     both = np.asarray(e4m3_encode(lanes(a * 100))), np.asarray(e4m3_encode(lanes(b))).astype(np.uint32)
-    np.testing.assert_array_equal(simt.pack_e4m3(lanes(a * 100), lanes(b)), both[0] | (both[1] << 8))
+    np.testing.assert_array_equal(pairs.pack_e4m3(lanes(a * 100), lanes(b)), both[0] | (both[1] << 8))
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -275,7 +275,7 @@ def test_codes_are_those_of_the_grid(bits: int, packed: bool):
         meta = quantize.Meta(jnp.zeros(32), jnp.zeros(32), lanes(scale), lanes(zero))
         values = [lanes(x[:, i]) for i in range(32)]
         if packed:
-            values = [pairs(x[:, i], x[:, i + 1]) for i in range(0, 32, 2)]
+            values = [paired(x[:, i], x[:, i + 1]) for i in range(0, 32, 2)]
         fields = quantize.encode(quantizer, values, meta)
         want = round_to_grid(lanes(x) - zero[:, None], lanes(scale)[:, None], (2**bits - 1) / 2, 2**bits - 1)
         np.testing.assert_array_equal(unpacked(fields), np.asarray(want))
