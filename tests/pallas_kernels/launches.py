@@ -16,6 +16,7 @@ from jkv.registry import parse
 from pallas_kernels import build, combine, compat, decode, flush, lane_decode, scaled, warp, write
 from pallas_kernels.config import DecodeConfig, decode_config, layout_key
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.warp.writable import at_once
 from tests import cases
 
 BATCH, HEADS, BLOCKS, PAGES_PER_BLOCK = 2, 2, 4, 2
@@ -94,7 +95,10 @@ def _combine(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[A
 def _write(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     scheme, calib, _, pool = _of(launch)
     x = _shape((launch.rows, HEADS, launch.head_dim), jnp.bfloat16)
-    function = functools.partial(write.write, scheme, interpret=False)
+    config = None
+    if launch.kernel == "warp_write":
+        config = write.WriteConfig(at_once(launch.head_dim), kernel="warp")
+    function = functools.partial(write.write, scheme, config=config, interpret=False)
     return function, (calib, x, x, pool, _shape((launch.rows,), jnp.int32))
 
 
@@ -105,4 +109,4 @@ def _flush(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any
     return functools.partial(flush.flush, scheme, interpret=False), (calib, tail, tail, pool, row, row)
 
 
-_OTHERS: dict[str, Callable[..., Any]] = {"combine": _combine, "write": _write, "flush": _flush}
+_OTHERS: dict[str, Callable[..., Any]] = {"combine": _combine, "write": _write, "warp_write": _write, "flush": _flush}

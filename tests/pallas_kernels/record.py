@@ -24,7 +24,10 @@ PORTABLE = (
     Launch("write", "ultraquant", rows=256),
     Launch("flush", KIVI),
 )
-NVIDIA = tuple(Launch("warp", spec) for spec in (AUTO, KIVI, "ultraquant", "ultra-tq"))
+NVIDIA = (
+    *(Launch("warp", spec) for spec in (AUTO, KIVI, "ultraquant", "ultra-tq", "fp8", "rtn:bits=2")),
+    *(Launch("warp_write", spec, rows=256) for spec in ("rtn:bits=2", "flagrot-auto:bits=4,mode=fixed")),
+)
 SHIPPED = tuple((launch, target) for launch in PORTABLE for target in build.TARGETS) + tuple(
     (launch, "sm_90") for launch in NVIDIA
 )
