@@ -6,6 +6,7 @@ arrays themselves. Grids and shapes do not depend on lengths, so a CUDA graph ca
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,10 +17,10 @@ from jkv import page as pages
 from jkv.cache import KVCache, sealed_tokens, take_mean
 from jkv.core import PAGE_TOKENS, Array, Scheme
 from jkv.errors import JkvError
-from pallas_kernels import decode, lane_decode, warp
+from pallas_kernels import decode, lane_decode, scaled, warp
 from pallas_kernels.checks import check_exact, check_shapes, check_values
 from pallas_kernels.combine import combine
-from pallas_kernels.config import DecodeConfig, decode_config, layout_key, resolve
+from pallas_kernels.config import DecodeConfig, decode_config, has_scaled_products, layout_key, resolve
 from pallas_kernels.exact import Exact, Lengths
 from pallas_kernels.extend import first_visible
 from pallas_kernels.options import AttentionOptions, check_options
@@ -128,13 +129,24 @@ def paged_attention(
     )
     device = jax.devices()[0]
     if config is None:
-        config = decode_config(device.device_kind, layout_key(scheme, dim), dim, q_heads // pool.shape[1])
+        config = config_of(device, scheme, dim, q_heads // pool.shape[1])
     room = block_table.shape[1] * pages_per_block * PAGE_TOKENS
     config = resolve(config, batch * pool.shape[1], room, getattr(device, "core_count", None))
     interpret = jax.default_backend() != "gpu" if interpret is None else interpret
     return _launch(
         scheme, layout, pages_per_block, config, interpret, calib, q, pool, block_table, exact, place, options
     )
+
+
+def config_of(device: Any, scheme: Scheme, head_dim: int, gqa: int) -> DecodeConfig:
+    """The launch parameters that ``attend`` takes on a device unless told otherwise.
+
+    FP8 queries go through scaled products where the device has them; others would be rounded, so they must ask.
+    """
+    config = decode_config(device.device_kind, layout_key(scheme, head_dim), head_dim, gqa)
+    if scheme.query_dtype == "fp8" and has_scaled_products(device):
+        return dataclasses.replace(config, kernel="scaled")
+    return config
 
 
 def _per_row(batch: int, name: str, value: Any) -> Array:
@@ -189,8 +201,13 @@ def _launch(
 
 def _split_kernel(config: DecodeConfig, scheme: Scheme, head_dim: int, rows: int = 1, by_row: bool = False) -> Any:
     """``split_attention`` of the configured kernel, or of the next plainer one that serves the layout and rows."""
-    plainer = {"warp": (warp, lane_decode), "lane": (lane_decode,), "generic": ()}[config.kernel]
+    plainer = {
+        "warp": (warp, lane_decode),
+        "scaled": (scaled, lane_decode),
+        "lane": (lane_decode,),
+        "generic": (),
+    }[config.kernel]
     for module in () if by_row else plainer:
-        if module.supports(scheme, head_dim) and (module is lane_decode or rows <= _MOST_ROWS):
+        if module.supports(scheme, head_dim) and (module is not warp or rows <= _MOST_ROWS):
             return module.split_attention
     return decode.split_attention

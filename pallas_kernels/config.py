@@ -21,7 +21,7 @@ from jkv.core import PAGE_TOKENS, Scheme
 from jkv.errors import JkvError
 from jkv.registry import parse
 
-Kernel = Literal["generic", "lane", "warp"]
+Kernel = Literal["generic", "lane", "warp", "scaled"]
 TUNED = Path(__file__).parent / "tuned"
 _MULTIPROCESSORS = 132  # of an H100 or H200, where a device does not say
 _MOST_SPLITS = 128
@@ -116,6 +116,12 @@ def resolve(config: DecodeConfig, programs: int, max_tokens: int, multiprocessor
 def tile_tokens(config: DecodeConfig, pages_per_block: int) -> int:
     """Tokens of one iteration: as configured, or the largest power-of-two number of pages that divides a block."""
     return min(config.tokens, PAGE_TOKENS * (pages_per_block & -pages_per_block))
+
+
+def has_scaled_products(device: Any) -> bool:
+    """Whether a device multiplies FP8 by FP4 with scales (CDNA4: gfx950)."""
+    names = f"{device.device_kind} {getattr(device, 'compute_capability', '')}"
+    return any(name in names for name in ("gfx950", "MI350", "MI355"))
 
 
 @functools.cache

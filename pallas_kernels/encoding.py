@@ -77,6 +77,7 @@ class LoadedRows:
     tiles: Any
     offsets: Any
     head: Array
+    together: bool = False  # two blocks as one tile: half the matrix products, twice the registers
 
     @property
     def blocks(self) -> int:
@@ -88,7 +89,7 @@ class LoadedRows:
 
     @property
     def at_once(self) -> bool:
-        return self.blocks == 2  # a tile of 128 rows; more would not fit the registers
+        return self.together and self.blocks == 2
 
     def tile(self, block: Array | int | None, segment: int) -> Array:
         shape = (ROWS if block is not None else self.blocks * ROWS, SEGMENT)
@@ -104,7 +105,9 @@ class LoadedRows:
         return compat.load(self.offsets, row, 0, at % ROWS, jnp.float32)
 
 
-def calib_in_kernel(prepared: Prepared, refs: tuple[Any, ...], head: Array) -> dict[str, dict[str, Any]]:
+def calib_in_kernel(
+    prepared: Prepared, refs: tuple[Any, ...], head: Array, rows_together: bool = False
+) -> dict[str, dict[str, Any]]:
     """What codecs see of one head's operands: scalars, levels one by one, and an object that loads tiles of rows.
 
     ``prepared`` gives names and shapes. Keys lose their mean before they are encoded, so codecs see none.
@@ -131,7 +134,7 @@ def calib_in_kernel(prepared: Prepared, refs: tuple[Any, ...], head: Array) -> d
                 *(compat.load(ref[name], head, 0, i, jnp.int32) > 0 for name, i in zip(names, index, strict=True))
             )
         if "tiles" in arrays:
-            calib["rows"] = LoadedRows(ref["tiles"], ref.get("offsets"), head)
+            calib["rows"] = LoadedRows(ref["tiles"], ref.get("offsets"), head, rows_together)
         found[side] = calib
     return found
 

@@ -41,14 +41,16 @@ class WriteConfig:
 
     ``kernel="tile"`` encodes whatever the scheme's stages say, from 16 tokens on. ``lane_channels`` shapes its tile:
     that many consecutive channels of a token lie side by side in a warp, 8 of them in one thread; the token's other
-    channels are registers of the same threads. ``kernel="warp"`` has one warp and takes ``1024 / head_dim`` tokens at
-    a time: bfloat16 rows of the schemes that it knows (:mod:`pallas_kernels.warp.write`), on NVIDIA from sm_90 on.
+    channels are registers of the same threads. ``rows_together`` takes 128 rows of a selector's measure at once instead
+    of 64, which AMD's compiler has no registers for. ``kernel="warp"`` has one warp and takes ``1024 / head_dim`` tokens
+    at a time: bfloat16 rows of the schemes that it knows (:mod:`pallas_kernels.warp.write`), on NVIDIA from sm_90 on.
     """
 
     tokens: int = 16
     num_warps: int = 1
     lane_channels: int = 16
     kernel: Literal["tile", "warp"] = "tile"
+    rows_together: bool = False
 
     def __post_init__(self) -> None:
         tokens = (16, 32, 64, 128) if self.kernel == "tile" else (4, 8, 16, 32, 64, 128)
@@ -75,7 +77,7 @@ def default_config(scheme: Scheme, head_dim: int, dtype: Any = None, size: int =
         return WriteConfig(passes * at_once(head_dim), kernel="warp")
     wide = max(1, head_dim // 128)
     if _selects(scheme):
-        return WriteConfig(16, 8, 32)
+        return WriteConfig(16, 8, 32, rows_together=jax.devices()[0].device_kind.startswith("NVIDIA"))
     turns = any(stage.turns for codec in (scheme.k, scheme.v) for stage in codec.stages)
     return WriteConfig(16, 2 * wide, 32) if turns or wide > 1 else WriteConfig(16, 1, 16)
 
@@ -133,7 +135,7 @@ def _kernel(
     live = slot >= 0
     row = jnp.minimum(token, count - 1)
     load = functools.partial(load_rows, head=head, row=row, live=live, dim=dim, lane_channels=config.lane_channels)
-    inside = calib_in_kernel(prepared, tuple(arrays), head)
+    inside = calib_in_kernel(prepared, tuple(arrays), head, config.rows_together)
     # One side after the other: both at once would not fit the registers.
     v, v_wrong = settle(load(v_ref), None)
     v_packed = scheme.v.encode(inside["v"], v)

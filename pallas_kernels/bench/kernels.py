@@ -14,10 +14,15 @@ from jkv.core import PAGE_TOKENS, Array, Scheme
 from jkv.write import settle
 from pallas_kernels import attend as attention
 from pallas_kernels import encoding, flush, write
-from pallas_kernels.config import DecodeConfig, decode_config, layout_key
+from pallas_kernels.config import DecodeConfig
 
 # Where the split kernels live. One that a configuration names may not serve a layout; then the generic one runs.
-_MODULES = {"generic": "pallas_kernels.decode", "lane": "pallas_kernels.lane_decode", "warp": "pallas_kernels.warp"}
+_MODULES = {
+    "generic": "pallas_kernels.decode",
+    "lane": "pallas_kernels.lane_decode",
+    "scaled": "pallas_kernels.scaled",
+    "warp": "pallas_kernels.warp",
+}
 
 
 def kernel_that_runs(config: DecodeConfig, scheme: Scheme, head_dim: int) -> str:
@@ -27,14 +32,15 @@ def kernel_that_runs(config: DecodeConfig, scheme: Scheme, head_dim: int) -> str
 
 
 def available(scheme: Scheme, head_dim: int) -> tuple[str, ...]:
-    """The split kernels that exist for a layout."""
-    wanted = {name: DecodeConfig(kernel=name) for name in _MODULES}  # type: ignore[arg-type]
+    """The split kernels that exist for a layout and compute what its scheme says: scaled products round queries."""
+    names = [name for name in _MODULES if name != "scaled" or scheme.query_dtype == "fp8"]
+    wanted = {name: DecodeConfig(kernel=name) for name in names}  # type: ignore[arg-type]
     return tuple(name for name, config in wanted.items() if kernel_that_runs(config, scheme, head_dim) == name)
 
 
 def config_of(scheme: Scheme, head_dim: int, group: int) -> DecodeConfig:
     """What this device's table says."""
-    return decode_config(jax.devices()[0].device_kind, layout_key(scheme, head_dim), head_dim, group)
+    return attention.config_of(jax.devices()[0], scheme, head_dim, group)
 
 
 def attend(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -169,3 +170,19 @@ def test_a_kernel_that_does_not_serve_a_layout_gives_way_to_a_plainer_one():
     assert found("warp", "rtn:bits=4", head_dim=96) == "decode"
     assert found("warp", "rtn:bits=4", rows=17) == "lane_decode"
     assert found("warp", "rtn:bits=4", by_row=True) == "decode"
+    assert [found("scaled", spec) for spec in ("ultraquant", "rtn:bits=4", "bf16")] == [
+        "scaled",
+        "lane_decode",
+        "decode",
+    ]
+
+
+def test_scaled_products_are_for_queries_that_are_fp8_and_devices_that_have_them():
+    def chosen(spec: str, kind: str, **names: str) -> str:
+        return kernels.config_of(types.SimpleNamespace(device_kind=kind, **names), parse(spec), 128, 4).kernel
+
+    assert chosen("ultraquant:query=fp8", "AMD Instinct MI355X") == "scaled"
+    assert chosen("ultraquant:query=fp8", "AMD GPU", compute_capability="gfx950") == "scaled"
+    assert chosen("ultraquant", "AMD Instinct MI355X") == "lane"
+    assert chosen("ultraquant:query=fp8", "AMD Instinct MI300X") == "lane"
+    assert chosen("ultraquant:query=fp8", "NVIDIA H200") == "warp"

@@ -63,6 +63,13 @@ def test_random_slots_and_bf16_rows(seed):
     np.testing.assert_array_equal(pool, stored(at, k, v, slots)[0])
 
 
+def test_rows_of_a_selector_may_be_taken_together():
+    at, (k, v), slots = setting("flagrot-auto:bits=2,mode=key", 128), rows(20, 128), random_slots(2, 20)
+    config = WriteConfig(16, 8, 32, rows_together=True)
+    pool, _ = write(at.scheme, at.calib, k, v, at.pool, jnp.asarray(slots), config=config)
+    np.testing.assert_array_equal(pool, stored(at, k, v, slots)[0])
+
+
 @pytest.mark.parametrize(
     "spec, dim",
     [
