@@ -42,8 +42,8 @@ class WriteConfig:
     ``kernel="tile"`` encodes whatever the scheme's stages say, from 16 tokens on. ``lane_channels`` shapes its tile:
     that many consecutive channels of a token lie side by side in a warp, 8 of them in one thread; the token's other
     channels are registers of the same threads. ``rows_together`` takes 128 rows of a selector's measure at once instead
-    of 64, which AMD's compiler has no registers for. ``kernel="warp"`` has one warp and takes ``1024 / head_dim`` tokens
-    at a time: bfloat16 rows of the schemes that it knows (:mod:`pallas_kernels.warp.write`), on NVIDIA from sm_90 on.
+    of 64, which AMD's compiler has no registers for. ``kernel="warp"`` has one warp, takes ``1024 / head_dim`` tokens
+    at a time and knows bfloat16 rows of some schemes (:mod:`pallas_kernels.warp.write`), on NVIDIA from sm_90 on.
     """
 
     tokens: int = 16
