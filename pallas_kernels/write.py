@@ -77,9 +77,16 @@ def default_config(scheme: Scheme, head_dim: int, dtype: Any = None, size: int =
         return WriteConfig(passes * at_once(head_dim), kernel="warp")
     wide = max(1, head_dim // 128)
     if _selects(scheme):
-        return WriteConfig(16, 8, 32, rows_together=jax.devices()[0].device_kind.startswith("NVIDIA"))
+        return selector_config(jax.devices()[0].device_kind)
     turns = any(stage.turns for codec in (scheme.k, scheme.v) for stage in codec.stages)
     return WriteConfig(16, 2 * wide, 32) if turns or wide > 1 else WriteConfig(16, 1, 16)
+
+
+def selector_config(device_kind: str) -> WriteConfig:
+    """For schemes that decide on rotations as they write: 256 threads, which are four wavefronts on AMD."""
+    if device_kind.startswith(("AMD", "gfx")):
+        return WriteConfig(16, 4, 16)
+    return WriteConfig(16, 8, 32, rows_together=device_kind.startswith("NVIDIA"))
 
 
 def _selects(scheme: Scheme) -> bool:

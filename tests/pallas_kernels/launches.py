@@ -96,7 +96,8 @@ def _write(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any
     scheme, calib, _, pool = _of(launch)
     x = _shape((launch.rows, HEADS, launch.head_dim), jnp.bfloat16)
     config = write.default_config(scheme, launch.head_dim)
-    config = dataclasses.replace(config, rows_together=platform == "cuda" and config.num_warps == 8)
+    if config == write.selector_config(""):
+        config = write.selector_config({"cuda": H200, "rocm": "AMD"}[platform])
     if launch.kernel == "warp_write":
         config = write.WriteConfig(at_once(launch.head_dim), kernel="warp")
     function = functools.partial(write.write, scheme, config=config, interpret=False)
