@@ -90,7 +90,7 @@ def check(at: Setting, k: jax.Array, v: jax.Array, slots: np.ndarray, tokens: in
         ("rtn:bits=2", 128),
         ("rtn:bits=4,center=on", 64),
         (FIXED2, 64),
-        (FIXED2, 256),
+        pytest.param(FIXED2, 256, marks=on_gpu),
         (FIXED4, 128),
         pytest.param(FIXED2, 128, marks=on_gpu),
         pytest.param(FIXED4, 64, marks=on_gpu),
