@@ -102,10 +102,6 @@ def _over_first(x: Array) -> Array:
     return jnp.sum(x, axis=0) if x.shape[0] == 2 else _in_order([x[i] for i in range(x.shape[0])])
 
 
-def _columns(rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    return [list(column) for column in zip(*rows, strict=True)]
-
-
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """A measure on one page of T keys.
@@ -117,6 +113,11 @@ class Measured:
     keys: tuple[list[Array], list[Array]] | None
     unit: Unit
     tokens: int
+
+    @property
+    def _size(self) -> int:
+        """U: how many sums a candidate has."""
+        return 1 if self.unit == "group" else self.tokens
 
     def parts(self, error: Array) -> list[Array]:
         """A candidate's errors ``[T, D]`` as the segments that the other methods take."""
@@ -133,7 +134,8 @@ class Measured:
             dots = [grid_dot(self.rows.tile(block, s), part) for s, part in enumerate(stacked)]
             return [self._squares(z, weights) for z in dots]
 
-        return _columns([self._apart(x) for x in self._over_blocks(of_block, len(stacked), len(errors))])
+        sums = self._over_blocks(of_block, len(stacked), len(errors))
+        return [list(own) for own in zip(*map(self._apart, sums), strict=True)]
 
     def whole(self, errors: Sequence[list[Array]]) -> list[Array]:
         """``[U]`` of every candidate, all of its :meth:`parts` together."""
@@ -182,8 +184,8 @@ class Measured:
 
     def _apart(self, x: Array) -> list[Array]:
         """Sums of n candidates one after the other, ``[n U]``, as n arrays."""
-        size = 1 if self.unit == "group" else self.tokens
-        return list(lax.split(x, (size,) * (x.shape[0] // size), axis=0)) if x.shape[0] > size else [x]
+        count = x.shape[0] // self._size
+        return list(lax.split(x, (self._size,) * count, axis=0)) if count > 1 else [x]
 
     def _over_blocks(
         self, of_block: Callable[[Array | int | None], list[Array]], count: int, candidates: int
@@ -197,8 +199,8 @@ class Measured:
         def add(block: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
             return tuple(a + b for a, b in zip(sums, of_block(block), strict=True))
 
-        size = 1 if self.unit == "group" else self.tokens
-        return list(lax.fori_loop(0, self.rows.blocks, add, (jnp.zeros(size * candidates, jnp.float32),) * count))
+        nothing = jnp.zeros(self._size * candidates, jnp.float32)
+        return list(lax.fori_loop(0, self.rows.blocks, add, (nothing,) * count))
 
 
 def measure_of(calib: Calib, x: Array, measure: Measure, unit: Unit) -> Measured:

@@ -76,7 +76,6 @@ def combine(
         width=columns,
         column_tiles=dim // columns,
         splits=splits,
-        at_once=min(pl.next_power_of_2(splits), max(_TILE // (min(ROWS, pl.next_power_of_2(rows)) * columns), 1)),
         scale=options.score_scale(dim),
         softcap=options.softcap,
         window=options.window,
@@ -132,7 +131,8 @@ def _merge(static: Static, ref: dict[str, Any], pair: Array, row: Array, first: 
     Few rows are merged as few, which leaves room for more splits at a time, and repeated at the end: the rest of a
     program wants the rows of a matrix operand.
     """
-    many, few = static.at_once, min(ROWS, pl.next_power_of_2(static.rows))
+    few = static.merged_rows
+    many = min(pl.next_power_of_2(static.splits), max(_TILE // (few * static.width), 1))
     row = row if few == ROWS else iota((few,), 0)
 
     def several(number: Array, state: Softmax) -> Softmax:

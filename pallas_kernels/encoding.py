@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 from jkv import page as pages
 from jkv.core import SEGMENT, Array, Scheme
@@ -68,6 +69,23 @@ def operands(prepared: Prepared) -> list[Array]:
         return a[:, None] if a.ndim == 1 else a
 
     return [rows(key, a) for key, a in (*prepared.k.items(), *prepared.v.items())]
+
+
+def specs(arrays: list[Array], pool: Array, heads: int, count: int) -> dict[str, Any]:
+    """What all launches that write share: three operands, the calibration and the pool, which is updated in place.
+
+    Results are the pool and ``int32[heads, count]``, how many values of an entry were not finite.
+    """
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    return {
+        "in_specs": [anywhere] * (4 + len(arrays)),
+        "out_specs": [anywhere, anywhere],
+        "out_shape": [
+            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+            jax.ShapeDtypeStruct((heads, count), jnp.int32),
+        ],
+        "input_output_aliases": {3 + len(arrays): 0},
+    }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from jkv.core import Array, Scheme
 from jkv.rotate import rotation_order
@@ -52,7 +53,6 @@ class Static:
     width: int
     column_tiles: int
     splits: int
-    at_once: int
     scale: float
     softcap: float | None
     window: int | None
@@ -63,6 +63,11 @@ class Static:
     @property
     def rows(self) -> int:
         return self.group * self.steps
+
+    @property
+    def merged_rows(self) -> int:
+        """Rows that partial results are merged in: few where there are few."""
+        return min(ROWS, pl.next_power_of_2(self.rows))
 
     def size(self, name: str) -> int:
         """Tokens of one exact part; 0 where it is absent."""

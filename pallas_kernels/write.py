@@ -26,6 +26,7 @@ from pallas_kernels.encoding import (
     operands,
     prepare,
     settle,
+    specs,
     store_entry,
 )
 from pallas_kernels.geometry import iota
@@ -206,7 +207,6 @@ def _launch(
     count, heads, dim = k.shape
     arrays = operands(prepared)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), prepared)
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     kernel = functools.partial(
         _kernel, scheme=scheme, layout=layout, pages_per_block=pages_per_block, prepared=shapes, config=config,
         num_heads=heads, dim=dim,
@@ -214,13 +214,7 @@ def _launch(
     out = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(count, config.tokens), heads),
-        in_specs=[anywhere] * (4 + len(arrays)),
-        out_specs=[anywhere, anywhere],
-        out_shape=[
-            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-            jax.ShapeDtypeStruct((heads, count), jnp.int32),
-        ],
-        input_output_aliases={3 + len(arrays): 0},
+        **specs(arrays, pool, heads, count),
         compiler_params=compat.compiler_params(config.num_warps, 1),
         interpret=interpret,
         name="jkv_write",

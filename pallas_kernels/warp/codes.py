@@ -15,9 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import compat
-from pallas_kernels.compat import Text
-from pallas_kernels.warp.ops import prmt
+from pallas_kernels.warp.ops import prmt, select_bits
 
 Array = jax.Array
 INT_EXPONENT = -24  # an integer code at shift s is read as code * 2**(s - 24)
@@ -115,16 +113,6 @@ def look_up(x: Array, table: list[Array]) -> list[Array]:
         byte = []
         for plane in range(2):
             low, high = (prmt(table[4 * plane + i], table[4 * plane + i + 1], selector) for i in (0, 2))
-            byte.append(_choose(low, high, upper))
+            byte.append(select_bits(low, high, upper))
         out += [prmt(byte[0], byte[1], 0x5140), prmt(byte[0], byte[1], 0x7362)]
     return out
-
-
-def _choose(low: Array, high: Array, mask: Array) -> Array:
-    """``high`` where the mask's bits are set, else ``low``."""
-    text = Text("lop3.b32 $0, $1, $2, $3, 0xd8;", "=r,r,r,r")
-    return compat.asm([low, high, mask], [jnp.uint32], _choose_plain, ptx=text)[0]
-
-
-def _choose_plain(low: Array, high: Array, mask: Array) -> list[Array]:
-    return [(low & ~mask) | (high & mask)]

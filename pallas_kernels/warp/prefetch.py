@@ -11,10 +11,9 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import compat
-from pallas_kernels.warp.simt import LANES, full
+from pallas_kernels.warp.simt import LANES, full, number
 from pallas_kernels.warp.unit import Unit
 
 Array = jax.Array
@@ -26,18 +25,18 @@ class Prefetch:
 
     def __init__(self, at: dict[str, tuple[int, int]]):
         fields = sorted(at.values(), key=lambda field: field[1])
-        self._reads: list[tuple[Array, int, int]] = []  # offset of the lane, bytes a page, start
+        self._reads: list[tuple[Array, int, int]] = []  # offset of the lane, bytes a unit, start
         for size, group in itertools.groupby(fields, key=lambda field: field[1]):
             starts = [start for start, _ in group]
             sectors = size // SECTOR
             if sectors >= LANES:
                 self._reads += [
-                    (_lane() * SECTOR, size, start + first)
+                    (number() * SECTOR, size, start + first)
                     for start in starts
                     for first in range(0, size, LANES * SECTOR)
                 ]
                 continue
-            together = LANES // max(sectors, 1)
+            together = LANES // sectors
             for first in range(0, len(starts), together):
                 self._reads.append((_spread(starts[first : first + together], sectors), size, 0))
 
@@ -56,14 +55,10 @@ def fold(seen: Array, words: list[Array]) -> Array:
     return seen
 
 
-def _lane() -> Array:
-    return lax.broadcasted_iota(jnp.int32, (LANES,), 0)
-
-
 def _spread(starts: list[int], sectors: int) -> Array:
     """Lanes over the sectors of several fields; lanes that are left over repeat the last field."""
-    field = jnp.minimum(_lane() // sectors, len(starts) - 1)
+    field = jnp.minimum(number() // sectors, len(starts) - 1)
     start = full(starts[-1], jnp.int32)
     for i, value in enumerate(starts[:-1]):
         start = jnp.where(field == i, value, start)
-    return start + (_lane() % sectors) * SECTOR
+    return start + (number() % sectors) * SECTOR

@@ -29,7 +29,7 @@ LANES = 32
 
 def lane() -> tuple[Array, Array]:
     """``(r, j)`` of every lane, int32 ``[32]``."""
-    at = lax.broadcasted_iota(jnp.int32, (LANES,), 0)
+    at = number()
     return at >> 2, at & 3
 
 

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from jkv.core import SEGMENT, Codec, Scheme
 from jkv.page import layout
 from jkv.stages.groupquant import Affine
+from pallas_kernels.warp.sides import HEAD_DIMS
 from pallas_kernels.warp.simt import LANES
-
-HEAD_DIMS = (64, 128, 256)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,14 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from jkv.core import PAGE_TOKENS, SEGMENT, Scheme
 from jkv.page import PageLayout
 from pallas_kernels import compat
-from pallas_kernels.encoding import Prepared, operands
+from pallas_kernels.encoding import Prepared, operands, specs
 from pallas_kernels.warp import hadamard, quantize
 from pallas_kernels.warp.pairs import bf16x2, floats, pack_bf16
 from pallas_kernels.warp.scatter import scatter
@@ -209,17 +208,10 @@ def launch(
         heads=heads,
         head_dim=dim,
     )
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
     out = pl.pallas_call(
         functools.partial(_kernel, static=static),
         grid=(pl.cdiv(count, tokens), heads),
-        in_specs=[anywhere] * (4 + len(arrays)),
-        out_specs=[anywhere, anywhere],
-        out_shape=[
-            jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-            jax.ShapeDtypeStruct((heads, count), np.dtype(np.int32)),
-        ],
-        input_output_aliases={3 + len(arrays): 0},
+        **specs(arrays, pool, heads, count),
         compiler_params=compat.compiler_params(1, 1),
         interpret=interpret,
         name="jkv_warp_write",

@@ -18,8 +18,8 @@ from pallas_kernels.exact import Exact, Lengths, exact_dot
 from pallas_kernels.options import AttentionOptions
 from tests import cases
 from tests.pallas_kernels import exact, paged
+from tests.pallas_kernels.devices import INTERPRET
 
-INTERPRET = jax.default_backend() != "gpu"
 NOTHING = Lengths(*(jnp.zeros(2, jnp.int32),) * 4)
 
 

@@ -17,9 +17,9 @@ from pallas_kernels.config import DecodeConfig
 from pallas_kernels.options import AttentionOptions
 from tests import cases
 from tests.pallas_kernels import paged
+from tests.pallas_kernels.devices import INTERPRET
 from tests.pallas_kernels.test_decode import spoil
 
-INTERPRET = jax.default_backend() != "gpu"
 LENGTHS = np.array([0, 1, 31, 32, 33, 64, 100], np.int32)
 FIRST = np.array([0, 0, 0, 5, 32, 0, 37], np.int32)
 LAYOUTS = (

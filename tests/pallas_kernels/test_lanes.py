@@ -14,8 +14,8 @@ from jkv.stages.floats import e2m1_decode, e4m3_decode
 from jkv.stages.pack import pack_words, word_shape
 from pallas_kernels import build, compat, lanes
 from tests.pallas_kernels import emulate
+from tests.pallas_kernels.devices import INTERPRET
 
-INTERPRET = jax.default_backend() != "gpu"
 ROWS = 32
 
 
