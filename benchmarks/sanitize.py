@@ -1,11 +1,11 @@
 """Run every kernel once at ragged sizes, small enough for compute-sanitizer.
 
-    XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9 \\
+    XLA_PYTHON_CLIENT_ALLOCATOR=platform compute-sanitizer --tool memcheck --error-exitcode 9 --kernel-name kns=jkv \\
         python benchmarks/sanitize.py [--scheme SPEC]...
 
 Rows of 0, 1, 31, 33 and 100 tokens, GQA ratio 3, head_dim 64 and 128, block tables with garbage where a row has no
 block. The allocator matters: by default JAX carves arrays out of one large allocation, and reading past the end of an
-array is then no error that memcheck could see.
+array is then no error that memcheck could see. The reference runs on the CPU, so that little else is instrumented.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 
+import jax
+
+from jkv.registry import parse
 from pallas_kernels.bench import correctness, run
 
 HEAD_DIMS = (64, 128)
@@ -27,9 +30,10 @@ def main() -> int:
     if not args.interpret and not run.has_gpu():
         parser.error("no GPU here")
     failed = 0
-    for spec in run.specs_of(args.scheme):
+    options = {"interpret": args.interpret, "lengths": LENGTHS, "reference": jax.devices("cpu")[0]}
+    for spec in [parse(spec).spec for spec in args.scheme or run.specs_of(None)]:
         for head_dim in HEAD_DIMS:
-            for row in correctness.check(spec, head_dim=head_dim, interpret=args.interpret, lengths=LENGTHS):
+            for row in correctness.check(spec, head_dim=head_dim, **options):
                 failed += not row["holds"]
                 verdict = "holds" if row["holds"] else f"FAILS {row['error']}"
                 print(f"{row['scheme']} head_dim {head_dim} {row['what']}: {row['measured']} {verdict}", flush=True)

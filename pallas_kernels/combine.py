@@ -86,7 +86,7 @@ def combine(
     whole = pl.BlockSpec(memory_space=pl.ANY)
     out = pl.pallas_call(
         functools.partial(_kernel, static),
-        name="combine",
+        name="jkv_combine",
         grid=(batch, heads, pl.cdiv(rows, ROWS) * static.column_tiles),
         in_specs=[whole] * len(operands) + [spec_of(array, lambda b, h, s: h) for array in arrays.values()],
         out_specs=whole,

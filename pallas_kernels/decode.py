@@ -99,7 +99,7 @@ def split_attention(
     parallel = batch * heads * splits
     o, m, l = pl.pallas_call(
         functools.partial(kernel, static),
-        name="decode",
+        name="jkv_decode",
         grid=(batch, heads, splits * row_tiles),
         in_specs=[whole] * (7 if static.by_row else 6) + [spec_of(array, lambda b, h, s: h) for array in arrays],
         out_specs=[whole] * 3,

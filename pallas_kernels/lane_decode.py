@@ -117,7 +117,7 @@ def launch(
     parallel = batch * heads * static.splits
     o, m, l = pl.pallas_call(
         functools.partial(_kernel, static),
-        name="lane_decode",
+        name="jkv_lane_decode",
         grid=(batch, heads, static.splits * pl.cdiv(rows, static.row_tile)),
         in_specs=[whole] * 7,
         out_specs=[whole] * 3,

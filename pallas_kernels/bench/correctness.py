@@ -35,16 +35,25 @@ ALLOWED_FP8_QUERY = 3e-2  # three mantissa bits of the query, which the float64 
 GARBAGE = 1 << 30
 
 
-def check(spec: str, *, head_dim: int, interpret: bool, lengths: tuple[int, ...] | None = None) -> list[dict[str, Any]]:
+def check(
+    spec: str,
+    *,
+    head_dim: int,
+    interpret: bool,
+    lengths: tuple[int, ...] | None = None,
+    reference: jax.Device | None = None,
+) -> list[dict[str, Any]]:
     """Rows ``{scheme, what, head_dim, measured, allowed, holds, error}`` of one scheme; a kernel that raises fails.
 
     On a GPU every kernel that serves the layout decodes, extends and writes; in interpret mode, which is slow, one
-    decodes and one writes.
+    decodes and one writes. ``reference`` is the device that runs the reference, by default that of the kernels.
     """
     scheme = parse(spec)
-    calib = random_calib(scheme, KV_HEADS, head_dim)
     lengths = lengths or (LENGTHS if interpret else LONG)
-    cache, k, v = filled(spec, calib, head_dim, lengths)
+    with jax.default_device(reference):
+        calib = random_calib(scheme, KV_HEADS, head_dim)
+        made = filled(spec, calib, head_dim, lengths)
+    calib, (cache, k, v) = jax.device_put((calib, made), jax.devices()[0])
     names = kernels.available(scheme, head_dim)
     steps = {"decode": 1} if interpret else {"decode": 1, "extend": EXTEND}
     allowed = ALLOWED_FP8_QUERY if scheme.query_dtype == "fp8" else ALLOWED

@@ -120,6 +120,8 @@ def _kernel(*refs: Any, key: KeySide, value: ValueSide, static: Static) -> None:
         # Nobody but us knows that this is zero: without it the compiler keeps in registers what is to be read again.
         query.anew = full(0, jnp.int32) + jnp.minimum(number, 0)
         scores = key.scores(loaded, query)
+        if travel.ahead and travel.late:
+            loaded = loaded | value.load(unit, loaded)
         return online.add_unit(state, scores, loaded, value, query, factor, static.softcap, walk.visible(number))
 
     state, merge = (_through_cache if travel.ahead else _through_registers)(key, value, travel, walk, compute, plan)
@@ -167,7 +169,8 @@ def _through_cache(
         seen = fold(seen, words)
         unit = walk.unit(number, blocks[0])
         loaded = key.load(unit)
-        loaded = loaded | value.load(unit, loaded)
+        if not travel.late:
+            loaded = loaded | value.load(unit, loaded)
         words = fetch.load(walk.unit(number + ahead, blocks[ahead]))
         following = walk.block_of(number + ahead + 1)
         return (*blocks[1:], following), words, seen, compute(state, number, unit, loaded)

@@ -14,6 +14,7 @@ from pallas_kernels.warp.keys import ChannelKeys, KeySide, TokenKeys
 from pallas_kernels.warp.pairs import pack_f16
 from pallas_kernels.warp.queries import QueryPlan
 from pallas_kernels.warp.simt import full, lane
+from pallas_kernels.warp.sparse import REGISTERS
 
 Array = jax.Array
 
@@ -23,8 +24,10 @@ class Group:
 
     def __init__(self, key: KeySide, refs: dict[str, Any], program: Any, number: int):
         self._fragments, self._program, self._number = refs["fragments"], program, number
-        self._pairs, self._sets = len(key.codes.words.steps) // 2, len(queries.sets_of(key))
-        self._held = {which: self.all_of(which) for which in range(self._sets) if which in queries.held_sets(key)}
+        self._fragment = queries.fragment_of(key)
+        self._loads = len(key.codes.words.steps) * self._fragment.registers // REGISTERS
+        held = range(self._fragment.sets if self._fragment.held else 0)
+        self._held = {which: self.all_of(which) for which in held}
         self.sums = _load_sums(key, refs["sums"], program, number) if isinstance(key, TokenKeys) else []
 
     def registers(self, which: int, anew: Array) -> list[list[Array]]:
@@ -32,31 +35,25 @@ class Group:
         return self._held[which] if which in self._held else self.all_of(which + anew)
 
     def all_of(self, which: Any) -> list[list[Array]]:
-        fours = [self.load(which, pair) for pair in range(self._pairs)]
-        return [half for four in fours for half in (four[:2], four[2:])]
+        fours, count = [self.load(which, i) for i in range(self._loads)], self._fragment.registers
+        return [four[i : i + count] for four in fours for i in range(0, REGISTERS, count)]
 
-    def load(self, which: Any, pair: int) -> list[Array]:
-        """Four registers: the k-steps ``2 pair`` and ``2 pair + 1`` of one set (an int, or one a lane)."""
+    def load(self, which: Any, number: int) -> list[Array]:
+        """Four registers, the ``number``-th of one set (an int, or one a lane): two k-steps, or one with four."""
         r, j = lane()
-        size = self._pairs * 512
+        size = self._loads * 512
         offset = (r * 4 + j) * 16
-        start = self._number * self._sets * size + pair * 512
+        start = self._number * self._fragment.sets * size + number * 512
         if isinstance(which, int):
             return compat.load_words(self._fragments, self._program, offset, start + which * size, count=4)
         return compat.load_words(self._fragments, self._program, offset + which * size, start, count=4)
 
 
-def _load_sums(key: TokenKeys, ref: Any, program: Any, group: int) -> list[list[list[Array]]]:
-    """B registers ``[midpoint, scale][matrix operation]``."""
+def _load_sums(key: TokenKeys, ref: Any, program: Any, group: int) -> list[Array]:
+    """B registers that metadata is multiplied with."""
     r, j = lane()
     number = queries.sum_registers(key)
-    found = []
-    for part in range(2):
-        place = (group * 2 + part) * number * 128
-        registers = [compat.load_words(ref, program, (r * 4 + j) * 4, place + i * 128)[0] for i in range(number)]
-        registers += [full(0, jnp.uint32)] * (number % 2)
-        found.append([registers[i : i + 2] for i in range(0, len(registers), 2)])
-    return found
+    return [compat.load_words(ref, program, (r * 4 + j) * 4, (group * number + i) * 128)[0] for i in range(number)]
 
 
 class Query:
@@ -66,7 +63,6 @@ class Query:
         zero_share, scale_share, self.offset_factor, self.v_zero, self.v_factor = (
             compat.load(refs["constants"], head, 0, full(i, jnp.int32), jnp.float32) for i in range(5)
         )
-        self.lanes = _lane_masks(key) if isinstance(key, TokenKeys) else []
         self.shares = _shares(key, zero_share, scale_share) if isinstance(key, ChannelKeys) else []
         self.groups = [Group(key, refs, program, g) for g in range(plan.per_program)]
         self.anew = full(0, jnp.int32)
@@ -74,21 +70,6 @@ class Query:
         if "levels" in refs:
             levels = [compat.load(refs["levels"], head, 0, full(i, jnp.int32), jnp.float32) for i in range(32)]
             self.table, self.v_table = table_registers(levels[:16]), table_registers(levels[16:])
-
-
-def _lane_masks(key: TokenKeys) -> Any:
-    """Per register of the offset's A operand, which copy of the query its lanes meet, as masks."""
-    _, j = lane()
-    per_copy = key.codes.words.segments // 2
-    found = []
-    for register in range(queries.sum_registers(key)):
-        copy = register * (4 // per_copy) + j // per_copy
-        found.append(tuple(_mask(copy == 0 if i == 0 else copy < 2 if i == 1 else copy == 2) for i in range(3)))
-    return found if key.flagged else [mask[0] for mask in found]
-
-
-def _mask(where: Array) -> Array:
-    return jnp.where(where, jnp.uint32(0xFFFFFFFF), jnp.uint32(0))
 
 
 def _shares(key: ChannelKeys, zero: Array, scale: Array) -> list[list[tuple[Array, Array]]]:

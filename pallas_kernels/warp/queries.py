@@ -17,6 +17,7 @@ from jax import lax
 from jkv.stages.floats import to_f16
 from pallas_kernels.warp.codes import E2M1_F16_EXPONENT, INT_EXPONENT, shift_of
 from pallas_kernels.warp.keys import ChannelKeys, FloatKeys, KeySide, PowerKeys, TableKeys, TokenKeys
+from pallas_kernels.warp.sparse import REGISTERS
 
 Array = jax.Array
 GROUP = 4  # queries of one B tile
@@ -38,20 +39,52 @@ class QueryPlan:
         return self.programs * self.per_program
 
 
-def sets_of(side: KeySide) -> list[tuple[int, int]]:
-    """Which copy of the query the even and the odd columns of each set of fragments hold."""
+@dataclasses.dataclass(frozen=True)
+class Fragment:
+    """What each register of a k-step holds: a copy of the query, and a channel by where A has it.
+
+    ``copy: [set, register, j, column parity, half]``; ``lane``, ``side`` (low or high columns) and ``half`` of A's
+    registers: ``[register, j, half]``.
+    """
+
+    copy: np.ndarray
+    lane: np.ndarray
+    side: np.ndarray
+    half: np.ndarray
+    held: bool = True  # in registers throughout; else read from the first cache once a page
+
+    @property
+    def sets(self) -> int:
+        return self.copy.shape[0]
+
+    @property
+    def registers(self) -> int:
+        """Registers of one k-step."""
+        return self.copy.shape[1]
+
+
+def fragment_of(side: KeySide) -> Fragment:
+    """The fragments of a key side.
+
+    Keys with flags of their own pick, in one product, between the raw and the segment-rotated query in even columns;
+    odd columns have the head-rotated one twice. Otherwise both columns of a query are alike, and flags of a page choose
+    between sets.
+    """
     if isinstance(side, TokenKeys) and side.flagged:
-        return [(0, 1), (2, 2)]
-    if isinstance(side, ChannelKeys) and side.flagged:
-        return [(0, 0), (1, 1), (2, 2)]
-    return [(0, 0)]
-
-
-def held_sets(side: KeySide) -> tuple[int, ...]:
-    """The sets whose registers are held throughout; others are read from the first cache once a page."""
-    if isinstance(side, ChannelKeys) and side.flagged:
-        return ()
-    return (0, 1) if isinstance(side, TokenKeys) and side.flagged else (0,)
+        i, j, half = np.ogrid[:REGISTERS, :4, :2]
+        copy = np.array([[0, 1], [2, 2]])  # [column parity, half]
+        return Fragment(
+            np.broadcast_to(copy, (1, REGISTERS, 4, 2, 2)),
+            *np.broadcast_arrays(2 * (i % 2) + j // 2 + 0 * half, i // 2, j % 2),
+        )
+    by_page = isinstance(side, ChannelKeys) and side.flagged
+    copies = np.arange(3 if by_page else 1)
+    i, j, half = np.ogrid[:2, :4, :2]
+    return Fragment(
+        np.broadcast_to(copies[:, None, None, None, None], (len(copies), 2, 4, 2, 2)),
+        *np.broadcast_arrays(j + 0 * half, i, half),
+        held=not by_page,
+    )
 
 
 def exponent_of(side: KeySide) -> int:
@@ -92,27 +125,25 @@ def _power_of_two(exponent: Array) -> Array:
 
 
 def fragments(side: KeySide, plan: QueryPlan, queries: Array) -> Array:
-    """uint32 ``[B * H * programs, words]``: B registers, ``[group][set][pair of steps][lane][4]`` in each row."""
-    steps = side.codes.words.steps
-    channels = side.codes.words.channels  # [steps, j, register, half]
+    """uint32 ``[B * H * programs, words]``: B registers, ``[group][set][four registers' k-steps][lane][4]`` a row."""
+    steps, fragment = side.codes.words.steps, fragment_of(side)
     lanes = np.arange(32)
     r, j = lanes // 4, lanes % 4
-    copy = np.array(sets_of(side))[:, r % 2]  # [sets, lane]
-    group = np.arange(plan.groups)
-    row = GROUP * group[:, None] + r // 2  # [groups, lane]
+    row = GROUP * np.arange(plan.groups)[:, None] + r // 2  # [groups, lane]
     valid = row < plan.rows
-    channel = channels[:, j]  # [steps, lane, register, half]
-    power = np.float32(2.0) ** -(np.zeros(channel.shape) + shifts_of(side)[:, None, :, None])
-    index = np.broadcast_arrays(
-        copy[None, :, None, :, None, None],
-        np.where(valid, row, 0)[:, None, None, :, None, None],
+    copy = fragment.copy[:, :, j, r % 2]  # [sets, register, lane, half]
+    place = fragment.lane[:, j], fragment.side[:, j], fragment.half[:, j]  # [register, lane, half]
+    channel = side.codes.words.channels[:, *place]  # [steps, register, lane, half]
+    power = np.float32(2.0) ** -shifts_of(side)[:, place[1]].astype(np.float32)
+    index = np.broadcast_arrays(  # [groups, sets, steps, register, lane, half]
+        copy[None, :, None],
+        np.where(valid, row, 0)[:, None, None, None, :, None],
         channel[None, None],
     )
-    picked = queries[:, :, index[0], index[1], index[2]]  # [B, H, groups, sets, steps, lane, register, half]
-    picked = jnp.where(valid[:, None, None, :, None, None], picked * power.astype(np.float32), 0.0)
-    words = _registers(picked)  # [B, H, groups, sets, steps, lane, register]
-    lead = words.shape[:4]
-    words = words.reshape(*lead, len(steps) // 2, 2, 32, 2).swapaxes(5, 6)
+    picked = queries[:, :, index[0], index[1], index[2]]
+    words = _registers(picked * np.where(valid[:, None, None, None, :, None], power, np.float32(0.0)))
+    at_once = REGISTERS // fragment.registers
+    words = words.reshape(*words.shape[:4], len(steps) // at_once, REGISTERS, 32).swapaxes(-1, -2)
     return words.reshape(words.shape[0] * words.shape[1] * plan.programs, -1)
 
 
@@ -122,39 +153,46 @@ def _registers(x: Array) -> Array:
 
 
 def sum_registers(side: TokenKeys) -> int:
-    """Registers of the offset's A operand: copies of the query, 4 lanes of two segments each."""
-    lanes = side.codes.words.segments // 2
-    return -(-(3 if side.flagged else 1) * lanes // 4)
+    """B registers of all products of metadata: two, or four of each where copies are to be picked from."""
+    if not side.flagged:
+        return 2
+    return REGISTERS * (2 if side.codes.words.segments > 4 else 1)
 
 
 def query_sums(side: TokenKeys, plan: QueryPlan, queries: Array, ratio: Array) -> Array:
-    """uint32 ``[B * H * programs, words]``: ``[group][midpoint, scale][register][lane]``, B registers of the offsets.
+    """uint32 ``[B * H * programs, words]``: ``[group][register][lane]``, B registers that metadata is multiplied with.
 
-    A midpoint counts ``ratio: [H]`` (of the multipliers) times the query's sum over a segment, a scale minus the middle
-    code times it. The even column of a query holds a sum rounded to float16, the odd one what that misses.
+    A has midpoints in its low columns and scales in its high ones, a pair of segments a lane. A midpoint counts
+    ``ratio: [H]`` (of the multipliers) times the query's sum over the segment, a scale minus the middle code times it.
+    Sums are split in two, rounded to float16 and what that misses: in the even and odd columns of a query or, where
+    those are for its copies (:func:`fragment_of`), in lanes that hold the same metadata or, where all four hold
+    different, in a product of their own.
     """
     segments = side.codes.words.segments
     sums = queries.reshape(*queries.shape[:-1], segments, 32).sum(-1) * 2.0**INT_EXPONENT  # [B, H, C, M, S]
     middle = -(2**side.codes.bits - 1) / 2
-    sums = jnp.stack([sums * ratio[None, :, None, None, None], sums * middle], axis=2)  # [B, H, 2, C, M, S]
+    sums = jnp.stack([sums * ratio[None, :, None, None, None], sums * middle], axis=2)  # [B, H, kind, C, M, S]
+    high = sums.astype(jnp.float16).astype(jnp.float32)
+    sums = jnp.stack([high, sums - high], axis=-1)  # [B, H, kind, C, M, S, part]
     lanes = np.arange(32)
     r, j = lanes // 4, lanes % 4
-    per_copy = segments // 2
-    count = sum_registers(side)
-    copy = np.arange(count)[:, None] * (4 // per_copy) + j // per_copy  # [register, lane]
+    i, _, half = np.ogrid[: sum_registers(side), :32, :2]
+    r_of, j_of = r[None, :, None], j[None, :, None]
+    if side.flagged:
+        place = 2 * (i % 2) + j_of // 2  # A's lane
+        kind, copy = i % REGISTERS // 2, np.where(r_of % 2, 2, half)
+        segment = 2 * (place % (segments // 2)) + j_of % 2
+        part = place // (segments // 2) + i // REGISTERS
+    else:
+        kind, copy, segment, part = i, 0 * i, 2 * j_of + half, r_of % 2
+    there = (segment < segments) & (part < 2)
     row = GROUP * np.arange(plan.groups)[:, None] + r // 2
-    segment = 2 * (j % per_copy)[:, None] + np.arange(2)  # [lane, half]
-    copies = queries.shape[2]
-    valid = (row < plan.rows)[:, None, :, None] & (copy < copies)[None, :, :, None]
+    row_there = (row < plan.rows)[:, None, :, None]
     index = np.broadcast_arrays(
-        np.where(copy < copies, copy, 0)[None, :, :, None],
-        np.where(row < plan.rows, row, 0)[:, None, :, None],
-        segment[None, None],
+        kind, copy, np.where(row_there[:, 0, :, 0], row, 0)[:, None, :, None], np.where(there, segment, 0), part % 2
     )
-    picked = sums[:, :, :, index[0], index[1], index[2]]  # [B, H, 2, groups, register, lane, half]
-    high = picked.astype(jnp.float16).astype(jnp.float32)
-    picked = jnp.where(valid, jnp.where((r % 2 == 0)[:, None], high, picked - high), 0.0)
-    words = _registers(picked).swapaxes(2, 3)  # [B, H, groups, 2, register, lane]
+    picked = sums[:, :, *index]  # [B, H, groups, register, lane, half]
+    words = _registers(jnp.where(there & row_there, picked, 0.0))
     return words.reshape(words.shape[0] * words.shape[1] * plan.programs, -1)
 
 

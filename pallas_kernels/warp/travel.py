@@ -13,8 +13,8 @@ class Travel:
 
     ``ahead = 0``: the next unit is in registers while one is computed, its values only from the beginning of their own
     iteration where ``late``. ``ahead = n``: units travel to the first cache n iterations ahead
-    (:mod:`pallas_kernels.warp.prefetch`) and to registers when they are computed. ``registers`` limits what the
-    assembler may take; 0 leaves it alone.
+    (:mod:`pallas_kernels.warp.prefetch`) and to registers when they are computed, their values only after the scores
+    where ``late``. ``registers`` limits what the assembler may take; 0 leaves it alone.
     """
 
     tiles: int = 2
@@ -28,8 +28,9 @@ def travel_of(key: KeySide, head_dim: int, groups: int) -> Travel:
     if isinstance(key, FloatKeys):
         return Travel(tiles=1)
     two_bits = key.codes.form == "int" and key.codes.bits == 2
-    lean = isinstance(key, ChannelKeys) or (isinstance(key, TokenKeys) and not key.flagged)
-    if two_bits and lean and head_dim <= 128 and groups == 1:
+    if two_bits and head_dim <= 128 and groups == 1:
+        if isinstance(key, TokenKeys) and key.flagged:
+            return Travel(ahead=1, late=True)
         return Travel(ahead=2, registers=128)
     # Per-channel scales multiply the query first: time enough to fetch values.
     return Travel(late=isinstance(key, ChannelKeys))

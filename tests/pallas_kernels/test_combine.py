@@ -73,7 +73,7 @@ def test_dots_of_float32_operands_keep_sixteen_bits():
 @pytest.mark.parametrize(("spec", "steps"), [("kivi:bits=2", 1), ("rtn:bits=4,rotation=head", 8)])
 def test_lowers(spec, steps, platform):
     lowered = lower(spec, steps, platform)
-    assert lowered.name == "combine" and "tt.dot" in lowered.text
+    assert lowered.name == "jkv_combine" and "tt.dot" in lowered.text
 
 
 def lower(spec: str, steps: int, platform: str, dim: int = 128) -> compat.Lowered:

@@ -159,7 +159,7 @@ def test_pairs_of_fp8_bytes():
 @pytest.mark.parametrize("spec", ["bf16", "fp8:scale=head", "rtn:bits=3", "kivi:bits=2", "turboquant:bits=3,qjl=on"])
 def test_lowers(spec, platform):
     lowered = lower(spec, platform)
-    assert lowered.name == "decode" and "tt.dot" in lowered.text and lowered.grid == (2, 2, 2)
+    assert lowered.name == "jkv_decode" and "tt.dot" in lowered.text and lowered.grid == (2, 2, 2)
 
 
 @pytest.mark.parametrize("spec", [*cases.FLAGGED[:2], "flagrot-auto:bits=2,mode=key", "ultraquant", "ultra-tq"])

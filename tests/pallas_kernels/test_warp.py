@@ -6,18 +6,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 
 from jkv.registry import parse
 from jkv.stages.floats import e2m1_decode, e4m3_decode
 from jkv.stages.pack import pack_words
-from pallas_kernels import warp
+from pallas_kernels import compat, warp
 from pallas_kernels.config import DecodeConfig
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.warp import codes, keys, pairs, queries, simt
+from pallas_kernels.warp import codes, keys, pairs, queries, simt, sparse
 from pallas_kernels.warp.key_codes import make_codes
 from pallas_kernels.warp.value_codes import make_value_codes
 from tests.pallas_kernels import paged
-from tests.pallas_kernels.devices import on_gpu
+from tests.pallas_kernels.devices import INTERPRET, on_gpu
 from tests.pallas_kernels.test_lane_decode import FIRST, LENGTHS, assert_close, run
 
 FORMS = [("e2m1", 4, d) for d in (64, 128)] + [
@@ -193,3 +194,58 @@ def test_fragments_are_those_of_the_instruction():
     turned = pairs.halves(simt.transpose(pair(tile[R, 2 * J], tile[R, 2 * J + 1])))
     np.testing.assert_array_equal(turned[0], tile[2 * J, R].astype(np.float32))
     np.testing.assert_array_equal(turned[1], tile[2 * J + 1, R].astype(np.float32))
+
+
+def in_a_kernel(function, *operands):
+    """``function`` of tiles of one warp, in a kernel where there is a GPU: four float32 results."""
+
+    def kernel(*refs):
+        for out, result in zip(refs[-4:], function(*(ref[...] for ref in refs[:-4])), strict=True):
+            out[...] = result
+
+    shape = jax.ShapeDtypeStruct((simt.LANES,), jnp.float32)
+    call = pl.pallas_call(
+        kernel, out_shape=[shape] * 4, compiler_params=compat.compiler_params(1, 1), interpret=INTERPRET
+    )
+    return call(*operands)
+
+
+def picked(a, b, flags):
+    """``sum over k of a[i, k] * b[k, flags[i, k]]`` with ``b[16, 2, 8]``."""
+    return np.einsum("ik,ikn->in", a.astype(np.float64), b.astype(np.float64)[np.arange(16), flags.astype(int)])
+
+
+@pytest.mark.parametrize("segments", [2, 4, 8])
+def test_values_pick_rows_of_the_other_operand(segments: int):
+    rng = np.random.default_rng(segments)
+    a, b = (rng.standard_normal(shape).astype(np.float16) for shape in ((16, 16), (16, 2, 8)))
+    flags = rng.integers(0, 2, (16, segments)).astype(bool)
+    row = np.where(flags, 0x80, 0).astype(np.uint32) + 0x25
+    words = [sum(row[:, 4 * w + i] << (8 * i) for i in range(min(segments, 4))) for w in range(max(1, segments // 4))]
+
+    def pair(x, y):
+        return pairs.joined(jnp.asarray(x, jnp.float32), jnp.asarray(y, jnp.float32))
+
+    def result(make_picks):
+        def product(*registers):
+            low, high, c = list(registers[8 : 8 + count]), list(registers[8 + count : -1]), [registers[-1]] * 4
+            return sparse.mma_picking(list(registers[:4]), list(registers[4:8]), make_picks(low, high), c)
+
+        places = [(R + 8 * (i % 2), 2 * J + 8 * (i // 2)) for i in range(4)]
+        left = [pair(a[place], a[place[0], place[1] + 1]) for place in places]
+        rows = [8 * (i // 2) + 4 * (i % 2) + J for i in range(4)]
+        right = [pair(b[row, 0, R], b[row, 1, R]) for row in rows]
+        got = in_a_kernel(product, *left, *right, *low, *high, simt.full(0.5))
+        out = np.zeros((16, 8))
+        for i, register in enumerate(got):
+            out[R + 8 * (i // 2), 2 * J + i % 2] = register
+        return out - 0.5
+
+    low, high = ([jnp.asarray(word[first + R].astype(np.uint32)) for word in words] for first in (0, 8))
+    count = len(words)
+    for segment in range(segments):
+        word, byte = divmod(segment, 4)
+        got = result(lambda low, high, word=word, byte=byte: sparse.by_row(low[word], high[word], byte))
+        np.testing.assert_allclose(got, picked(a, b, np.repeat(flags[:, segment, None], 16, 1)), atol=1e-4)
+    got = result(lambda low, high: sparse.by_column(low, high, segments))
+    np.testing.assert_allclose(got, picked(a, b, np.tile(flags, 16 // segments)), atol=1e-4)
