@@ -14,6 +14,8 @@ Arrays (L layers, H KV heads, D channels, S segments, N stored queries per KV he
 ``choice/SPEC``        [L, H, S + 1]   fixed rotation choices decided for that scheme
 ``center/SPEC``        [L]             whether centering helps that scheme in that layer
 =====================  ==============  =========================================================================
+
+Nothing here needs JAX, so a process that serves without it reads the same file.
 """
 
 from __future__ import annotations
@@ -22,19 +24,40 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from jkv.core import SEGMENT, Scheme
 from jkv.errors import JkvError
+from jkv.units import SEGMENT
 
 FORMAT = "jkv-calibration"  # the one metadata entry: several would be written in random order
 VERSION = 1
 _META_KEYS = ("model", "fingerprint", "num_layers", "num_heads", "num_kv_heads", "head_dim", "text_sha256", "tokens")
 _ARRAYS = ("mean", "w", "queries", "logz", "k_absmax", "v_absmax", "k_reach", "v_reach")
+
+
+class Bindable(Protocol):
+    """What a calibration looks at of a scheme: :class:`jkv.core.Scheme`, or a plain description of one."""
+
+    @property
+    def spec(self) -> str: ...
+    @property
+    def needs(self) -> frozenset[str]: ...
+    @property
+    def k_needs(self) -> frozenset[str]: ...
+    @property
+    def v_needs(self) -> frozenset[str]: ...
+    @property
+    def options(self) -> Mapping[str, Any]: ...
+    @property
+    def v_options(self) -> Mapping[str, Any] | None: ...
+    @property
+    def tables(self) -> Callable[[int], Mapping[str, Mapping[str, Any]]]: ...
+    @property
+    def mix(self) -> tuple[tuple[str, Bindable], ...]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +132,7 @@ def load(path: str | os.PathLike[str]) -> Calibration:
     return Calibration(arrays, meta)
 
 
-def decision_key(scheme: Scheme) -> str:
+def decision_key(scheme: Bindable) -> str:
     """The spec of the scheme's keys without its windows: what decisions, which concern keys alone, are filed under."""
     name, _, tail = scheme.spec.split(";")[0].split("/")[0].partition(":")
     window = ("tail=", "sink=", "recent=", "boundary=")
@@ -139,7 +162,7 @@ def check_model(
         )
 
 
-def check_scheme(calibration: Calibration | None, scheme: Scheme) -> None:
+def check_scheme(calibration: Calibration | None, scheme: Bindable) -> None:
     """Refuse a scheme whose needs the calibration does not meet.
 
     Raises:
@@ -197,7 +220,7 @@ def _levels(
 
 
 def bind(
-    scheme: Scheme, calibration: Calibration | None, layer: int, num_kv_heads: int, head_dim: int
+    scheme: Bindable, calibration: Calibration | None, layer: int, num_kv_heads: int, head_dim: int
 ) -> dict[str, Any]:
     """The arrays that ``scheme``'s codecs read in one layer: ``{"k": {...}, "v": {...}}``, each leaf ``[H, ...]``.
 
@@ -218,7 +241,7 @@ def bind(
 
 
 def _calibrated(
-    scheme: Scheme, calibration: Calibration, layer: int, side: str, entries: dict[str, np.ndarray]
+    scheme: Bindable, calibration: Calibration, layer: int, side: str, entries: dict[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
     arrays, needs = calibration.arrays, scheme.k_needs if side == "k" else scheme.v_needs
     options = scheme.options if side == "k" or scheme.v_options is None else scheme.v_options
@@ -247,7 +270,7 @@ def _calibrated(
             shift = np.einsum("hnd,hd->hn", queries.astype(np.float32), new["mean"])
             new["logz"] = new["logz"] - shift * calibration.head_dim**-0.5
     if "rope" in needs:
-        from jkv.evaluate.rotatekv import channel_order, heads_together
+        from jkv.evaluate.rotatekv import channel_order, heads_together  # evaluation only, and it needs JAX
 
         before = arrays["mean_before_rope"][layer]
         new["channel_order"] = np.repeat(channel_order(before), heads_together(len(before)), axis=0)

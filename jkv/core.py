@@ -18,12 +18,14 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-PAGE_TOKENS = 32  # one page, and one quantization group: 32 tokens of one KV head
-SEGMENT = 32  # channels of one metadata group and of one FlagRot segment
+from jkv.units import PAGE_TOKENS as PAGE_TOKENS
+from jkv.units import SEGMENT as SEGMENT
+from jkv.units import Windows as Windows
 
 Array = jax.Array
 Calib = Mapping[str, Any]
 Side = dict[str, Any]  # arrays, or pytrees of them, by name
+Options = tuple[tuple[str, Any], ...]  # plain data by name: numbers, strings, and names with options of their own
 
 
 def _no_query(calib: Calib, q: Array) -> Array:
@@ -36,7 +38,9 @@ class Stage(NamedTuple):
     ``fwd(calib, x) -> (y, side)`` and ``inv(calib, y, side) -> x`` with ``x, y: [..., T, D]``; ``side`` is a dict of
     arrays to store. A stage with ``turns=True`` is an isometry (or a shift that softmax ignores): readers skip its
     ``inv`` and apply ``query(calib, q)`` to the query instead, once per step rather than once per key.
-    ``bits(head_dim)`` is what the stage stores per value, in bits, in closed form.
+    ``bits(head_dim)`` is what the stage stores per value, in bits, in closed form. ``name`` and ``options`` say as
+    plain data which stage this is, so that a process without JAX can have the same one; without a name only JAX can
+    run it.
     """
 
     fwd: Callable[[Calib, Array], tuple[Array, Side]]
@@ -44,6 +48,13 @@ class Stage(NamedTuple):
     bits: Callable[[int], float] = lambda head_dim: 0.0
     turns: bool = False
     query: Callable[[Calib, Array], Array] = _no_query
+    name: str = ""
+    options: Options = ()
+
+    @property
+    def described(self) -> tuple[str, Options]:
+        """Name and options: what an option that is a stage holds."""
+        return self.name, self.options
 
 
 @jax.tree_util.register_dataclass
@@ -127,30 +138,6 @@ def chain(*stages: Stage) -> Codec:
     return Codec(tuple(stages))
 
 
-@dataclasses.dataclass(frozen=True)
-class Windows:
-    """Which tokens stay in BF16.
-
-    ``tail="page"`` keeps the unfinished page (at most 31 tokens at rest), ``"0"`` quantizes each token as it is
-    written; ``sink`` is the number of first tokens, ``recent`` the number of newest tokens beyond the unfinished
-    page (rounded up to whole pages), ``boundary`` the number of first and of last layers kept in BF16.
-    """
-
-    tail: Literal["page", "0"] = "page"
-    sink: int = 0
-    recent: int = 0
-    boundary: int = 0
-
-    @property
-    def recent_pages(self) -> int:
-        return -(-self.recent // PAGE_TOKENS)
-
-    @property
-    def tail_tokens(self) -> int:
-        """Slots of the BF16 ring that holds the unfinished page and the recent window."""
-        return 0 if self.tail == "0" else (self.recent_pages + 1) * PAGE_TOKENS
-
-
 Tables = Callable[[int], dict[str, dict[str, Any]]]
 
 
@@ -183,7 +170,8 @@ class Scheme:
     k: Codec = dataclasses.field(compare=False, repr=False, kw_only=True)
     v: Codec = dataclasses.field(compare=False, repr=False, kw_only=True)
     granularity: Granularity = dataclasses.field(default="token", compare=False)
-    windows: Windows = Windows()  # a layer of a plan has the plan's windows, which its own spec does not state
+    # A layer of a plan has the plan's windows, which its own spec does not state.
+    windows: Windows = dataclasses.field(default=Windows())
     flags: FlagPlacement = dataclasses.field(default="none", compare=False)
     center: Center = dataclasses.field(default="off", compare=False)
     k_needs: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)

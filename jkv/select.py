@@ -186,7 +186,14 @@ def choose(
     def query(calib: Calib, q: Array) -> Array:
         return jnp.concatenate([q, turn(q, "segment"), turn(q, "head")], axis=0)
 
-    return Stage(fwd, inv, turns=True, query=query)
+    options = (
+        ("inner", inner.described),
+        ("unit", unit),
+        ("fixed", fixed),
+        ("measure", measure),
+        ("exhaustive", exhaustive),
+    )
+    return Stage(fwd, inv, turns=True, query=query, name="choose", options=options)
 
 
 @functools.partial(jax.jit, static_argnums=0)

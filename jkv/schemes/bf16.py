@@ -14,6 +14,7 @@ def _bf16() -> Stage:
         fwd=lambda calib, x: (to_bf16(x), {}),
         inv=lambda calib, y, side: y.astype(jnp.float32),
         bits=lambda head_dim: 16.0,
+        name="bf16",
     )
 
 

@@ -78,7 +78,13 @@ def codebook(bits: int, scaling: Scaling = "token", correct: bool = True) -> Sta
             return (values.reshape(*scale.shape, SEGMENT) * scale[..., None]).reshape(y.shape)
         return values * side["norm"].astype(jnp.float32)[..., None]
 
-    return Stage(fwd, inv, bits=lambda d: 8 / SEGMENT if scaling == "block" else 16 / d)
+    return Stage(
+        fwd,
+        inv,
+        bits=lambda d: 8 / SEGMENT if scaling == "block" else 16 / d,
+        name="codebook",
+        options=(("bits", bits), ("scaling", scaling), ("correct", correct)),
+    )
 
 
 def qjl(bits: int) -> Stage:
@@ -110,7 +116,7 @@ def qjl(bits: int) -> Stage:
         rest = side["rest"].astype(jnp.float32)[..., None] * ((np.pi / 2) ** 0.5 / head_dim)
         return (calib["levels"][y] + rest * spread) * side["norm"].astype(jnp.float32)[..., None]
 
-    return Stage(fwd, inv, bits=lambda d: 1 + 32 / d)
+    return Stage(fwd, inv, bits=lambda d: 1 + 32 / d, name="qjl", options=(("bits", bits),))
 
 
 def lloyd(values: np.ndarray, weights: np.ndarray, bits: int, steps: int = 20000) -> np.ndarray:

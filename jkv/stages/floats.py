@@ -92,7 +92,7 @@ def e4m3(scaled: bool = True) -> Stage:
     def inv(calib: Calib, y: Array, side: Side) -> Array:
         return e4m3_decode(y) * (calib["fp8_scale"] if scaled else 1.0)
 
-    return Stage(fwd, inv, bits=lambda head_dim: 8.0)
+    return Stage(fwd, inv, bits=lambda head_dim: 8.0, name="e4m3", options=(("scaled", scaled),))
 
 
 def e2m1_encode(x: Array, ties: Ties = "even", scale: Array | float = 1.0) -> Array:
@@ -187,4 +187,10 @@ def mxfp4(c: float = 0.156, rule: Rule = "log2_nearest", ties: Ties = "even") ->
         values = e2m1_decode(codes).reshape(*scale.shape, SEGMENT) * scale[..., None]
         return values.reshape(*y.shape[:-1], y.shape[-1] * 2)
 
-    return Stage(fwd, inv, bits=lambda head_dim: 4 + (16 if rule == "unrounded" else 8) / SEGMENT)
+    return Stage(
+        fwd,
+        inv,
+        bits=lambda head_dim: 4 + (16 if rule == "unrounded" else 8) / SEGMENT,
+        name="mxfp4",
+        options=(("c", c), ("rule", rule), ("ties", ties)),
+    )

@@ -123,4 +123,5 @@ def affine(bits: int, along: Along, meta: Meta = "e4m3", clip: float = 1.0) -> S
     if meta not in ("e4m3", "f16"):
         raise JkvError(f"meta={meta!r} is unknown; meta must be 'e4m3' or 'f16'")
     made = Affine(bits, along, meta, clip)
-    return Stage(made.fwd, made.inv, bits=made.bits_of)
+    options = (("bits", bits), ("along", along), ("meta", meta), ("clip", clip))
+    return Stage(made.fwd, made.inv, bits=made.bits_of, name="affine", options=options)

@@ -73,4 +73,4 @@ def pack(bits: int) -> Stage:
             codes = codes + (unpack_words(side["codes1"], head_dim, 1) << 2)
         return codes
 
-    return Stage(fwd, inv, bits=lambda head_dim: float(bits))
+    return Stage(fwd, inv, bits=lambda head_dim: float(bits), name="pack", options=(("bits", bits),))

@@ -18,7 +18,7 @@ def rotate(kind: str) -> Stage:
     def query(calib: Calib, q: Array) -> Array:
         return turn(q, kind)
 
-    return Stage(fwd, inv, turns=True, query=query)
+    return Stage(fwd, inv, turns=True, query=query, name="rotate", options=(("kind", kind),))
 
 
 def center() -> Stage:
@@ -34,4 +34,4 @@ def center() -> Stage:
     def inv(calib: Calib, y: Array, side: Side) -> Array:
         return y + calib["mean"]
 
-    return Stage(fwd, inv, turns=True)
+    return Stage(fwd, inv, turns=True, name="center")
