@@ -22,9 +22,11 @@ from pallas_kernels.decode import NOTHING
 from pallas_kernels.exact import ROWS, TOKENS, Exact, Here, Lengths, Softmax, Static
 from pallas_kernels.geometry import iota, strided
 from pallas_kernels.options import LOG2_E, AttentionOptions
+from pallas_kernels.sizes import SPLITS, size, sizes_of
 from pallas_kernels.tables import HeadArrays, arrays_read, spec_of
 
 _TILE = 8192  # elements of partial results that a program holds at a time
+_FEW_SPLITS = (4, 16)  # no more splits than these are merged without a loop, and without loading for those that are not
 _NUM_WARPS = 4
 
 
@@ -51,11 +53,12 @@ def combine(
     arrays = arrays_read(scheme.v.turn_back, calib["v"], row) if turned else {}
     operands: dict[str, Array] = {
         "q": q.reshape(batch, -1),
-        "o": o.reshape(batch * heads, -1),
-        "m": m.reshape(batch * heads, -1),
-        "l": l.reshape(batch * heads, -1),
+        "o": o.reshape(-1, rows * dim),
+        "m": m.reshape(-1, rows),
+        "l": l.reshape(-1, rows),
+        "sizes": sizes_of(splits=splits),
     }
-    operands |= {name: getattr(lengths, name) for name in Lengths._fields}
+    operands |= {name: getattr(lengths, name)[None] for name in Lengths._fields}
     sizes = {}
     for name in ("tail", "sinks", "fresh"):
         pair = getattr(exact, name)
@@ -75,7 +78,6 @@ def combine(
         head_dim=dim,
         width=columns,
         column_tiles=dim // columns,
-        splits=splits,
         scale=options.score_scale(dim),
         softcap=options.softcap,
         window=options.window,
@@ -87,8 +89,8 @@ def combine(
     out = pl.pallas_call(
         functools.partial(_kernel, static),
         name="jkv_combine",
-        grid=(batch, heads, pl.cdiv(rows, ROWS) * static.column_tiles),
-        in_specs=[whole] * len(operands) + [spec_of(array, lambda b, h, s: h) for array in arrays.values()],
+        grid=(batch * static.programs, heads),
+        in_specs=[whole] * len(operands) + [spec_of(array, lambda program, head: head) for array in arrays.values()],
         out_specs=whole,
         out_shape=jax.ShapeDtypeStruct((batch, steps * q_heads * dim), q.dtype),
         compiler_params=compat.compiler_params(_NUM_WARPS, 2),
@@ -101,7 +103,8 @@ def _kernel(static: Static, *refs: Any) -> None:
     count = len(static.names)
     ref = dict(zip(static.names, refs[:count], strict=True))
     calib = HeadArrays(dict(zip(static.arrays, refs[count:-1], strict=True)))
-    batch, head, program = (pl.program_id(axis) for axis in range(3))
+    place, head = compat.program_id(0), compat.program_id(1)
+    batch, program = (op(place, jnp.int32(static.programs)) for op in (lax.div, lax.rem))
     column_tile = lax.rem(program, jnp.int32(static.column_tiles))
     row = lax.div(program, jnp.int32(static.column_tiles)) * ROWS + iota((ROWS,), 0)
     pair, first = batch * static.heads + head, column_tile * static.width
@@ -132,30 +135,39 @@ def _merge(static: Static, ref: dict[str, Any], pair: Array, row: Array, first: 
     program wants the rows of a matrix operand.
     """
     few = static.merged_rows
-    many = min(pl.next_power_of_2(static.splits), max(_TILE // (few * static.width), 1))
     row = row if few == ROWS else iota((few,), 0)
-
-    def several(number: Array, state: Softmax) -> Softmax:
-        split = number * many + iota((many, few), 0)
-        at = split * static.rows + row[None, :]
-        valid = (split < static.splits) & (row < static.rows)[None, :]
-        m = compat.load(ref["m"], pair, 0, at, jnp.float32, mask=valid, other=NOTHING)
-        l = compat.load(ref["l"], pair, 0, at, jnp.float32, mask=valid)
-        shape = (many, few, static.width)
-        index = at[:, :, None] * static.head_dim + strided(shape, (0, 0, 1)) + first
-        o = compat.load(ref["o"], pair, 0, index, jnp.float32, mask=jnp.broadcast_to(valid[:, :, None], shape))
-        top = jnp.maximum(state.top, jnp.max(m, axis=0))
-        shrink, weight = jnp.exp2(state.top - top), jnp.exp2(m - top[None, :])
-        out = state.out * shrink[:, None] + jnp.sum(o * weight[:, :, None], axis=0)
-        return Softmax(top, state.total * shrink + jnp.sum(l * weight, axis=0), out)
-
+    splits = size(ref["sizes"], SPLITS)
     empty = Softmax(
         jnp.full((few,), NOTHING, jnp.float32),
         jnp.zeros((few,), jnp.float32),
         jnp.zeros((few, static.width), jnp.float32),
     )
-    chunks = pl.cdiv(static.splits, many)
-    merged = several(jnp.int32(0), empty) if chunks == 1 else lax.fori_loop(0, chunks, several, empty)
+
+    def several(many: int, number: Any, state: Softmax) -> Softmax:
+        split = number * many + iota((many, few), 0)
+        at = split * static.rows + row[None, :]
+        valid = (split < splits) & (row < static.rows)[None, :]
+        load = functools.partial(compat.load, row=pair * splits, offset=0, dtype=jnp.float32)
+        m = load(ref["m"], index=at, mask=valid, other=NOTHING)
+        l = load(ref["l"], index=at, mask=valid)
+        shape = (many, few, static.width)
+        index = at[:, :, None] * static.head_dim + strided(shape, (0, 0, 1)) + first
+        o = load(ref["o"], index=index, mask=jnp.broadcast_to(valid[:, :, None], shape))
+        top = jnp.maximum(state.top, jnp.max(m, axis=0))
+        shrink, weight = jnp.exp2(state.top - top), jnp.exp2(m - top[None, :])
+        out = state.out * shrink[:, None] + jnp.sum(o * weight[:, :, None], axis=0)
+        return Softmax(top, state.total * shrink + jnp.sum(l * weight, axis=0), out)
+
+    most = max(_TILE // (few * static.width), 1)
+
+    def all_of_them() -> Softmax:
+        rounds = lax.div(splits + (most - 1), jnp.int32(most))
+        return lax.fori_loop(0, rounds, functools.partial(several, most), empty)
+
+    small = [many for many in _FEW_SPLITS if many < most]
+    branches = [functools.partial(several, many, 0, empty) for many in small]
+    which = sum(((splits > many).astype(jnp.int32) for many in small), jnp.int32(0))
+    merged = lax.switch(which, [*branches, all_of_them])
     return merged if few == ROWS else Softmax(*(_repeated(x) for x in merged))
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax._src import core as jax_core
 from jax._src import effects
 from jax._src.interpreters import mlir
-from jax._src.lib.mlir import ir
+from jax._src.lib.mlir import ir, passmanager
 from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.triton import dialect as tt
 from jax._src.pallas import core as pallas_core
@@ -40,6 +40,36 @@ Array = jax.Array
 def compiler_params(num_warps: int, num_stages: int) -> Any:
     """Parameters that select the Triton lowering in every supported version of JAX."""
     return plgpu.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+
+
+_program_id_p = jax_core.Primitive("jkv_program_id")
+
+
+def program_id(axis: int) -> Array:
+    """Where a program is along one axis of its grid, the number that the device has.
+
+    Pallas divides and multiplies its axes by their sizes, so the text of a kernel would depend on them. Of the second
+    and third axis (a device has three) no more than 65535 may be asked for.
+    """
+    return _program_id_p.bind(axis=axis)
+
+
+@_program_id_p.def_abstract_eval
+def _program_id_abstract(*, axis: int) -> Any:
+    return jax_core.ShapedArray((), np.dtype("int32"))
+
+
+@_program_id_p.def_bind_with_trace
+def _program_id_bind(trace: Any, *rest: Any) -> Any:
+    grid = pallas_core.current_grid_env()  # of interpret mode
+    if grid:
+        return grid[rest[-1]["axis"]].index
+    return jax_core.Primitive.bind_with_trace(_program_id_p, trace, *rest)
+
+
+@triton_lowering.register_lowering(_program_id_p)
+def _program_id_lowering(ctx: Any, *, axis: int):
+    return tt.get_program_id(axis)
 
 
 def dot(a: Array, b: Array, *, trans_b: bool = False, precision: str | None = None) -> Array:
@@ -104,7 +134,7 @@ def load(
     """Elements ``index`` (a tile of int32) of the ``dtype`` array that starts ``offset`` bytes into row ``row``.
 
     ``ref`` is a whole operand (``pl.BlockSpec(memory_space=pl.ANY)``) of any shape; a row is its last axis. ``offset``
-    must be a multiple of the item size. Elements where ``mask`` is false are ``other`` and are not read. ``evict`` is
+    must be a multiple of the item size; an index may lead beyond the row, into those that follow. Elements where ``mask`` is false are ``other`` and are not read. ``evict`` is
     Triton's eviction policy, ``"evict_first"`` for data that is read once. ``row`` may be a tile that broadcasts to
     ``index``, of the same rank: then every element has a row of its own.
     """
@@ -232,11 +262,15 @@ def _discharge(primitive: Any) -> Callable[[Any], Any]:
     return register
 
 
+def _place(rows: Array, row: Array, offset: Array, index: Array, dtype: Any) -> Array:
+    return row * rows.shape[1] + (offset // np.dtype(dtype).itemsize + index)
+
+
 @_discharge(_load_p)
 def _load_discharge(ref, row, offset, index, *mask, dtype, other, evict):
     # A GPU reads only what the mask allows; here reading anything is harmless, and an index outside gives `other`.
     rows = _as_elements(ref, dtype)
-    value = rows.at[row, offset // dtype.itemsize + index].get(mode="fill", fill_value=0)
+    value = rows.reshape(-1).at[_place(rows, row, offset, index, dtype)].get(mode="fill", fill_value=0)
     if mask:
         value = jnp.where(mask[0], value, jnp.asarray(other, dtype))
     return None, value
@@ -245,11 +279,11 @@ def _load_discharge(ref, row, offset, index, *mask, dtype, other, evict):
 @_discharge(_store_p)
 def _store_discharge(ref, row, offset, index, value, *mask):
     rows = _as_elements(ref, value.dtype)
-    at = offset // value.dtype.itemsize + index
+    at = _place(rows, row, offset, index, value.dtype)
     if mask:
-        at = jnp.where(mask[0], at, rows.shape[1])
-    rows = rows.at[row, at].set(value, mode="drop")
-    return _from_elements(rows, ref.shape, ref.dtype), []
+        at = jnp.where(mask[0], at, rows.size)
+    flat = rows.reshape(-1).at[at].set(value, mode="drop")
+    return _from_elements(flat.reshape(rows.shape), ref.shape, ref.dtype), []
 
 
 _load_words_p = jax_core.Primitive("jkv_load_words")
@@ -326,8 +360,9 @@ def _load_words_portable(ctx: Any, ref: Any, row: Any, lane_offset: Any, at: int
 @_discharge(_load_words_p)
 def _load_words_discharge(ref, row, lane_offset, *, at, count, width):
     rows = _as_elements(ref, np.dtype(f"uint{8 * width}"))
-    first = (lane_offset + at) // width
-    return None, [rows.at[row, first + i].get(mode="fill", fill_value=0).astype(jnp.uint32) for i in range(count)]
+    first = row * rows.shape[1] + (lane_offset + at) // width
+    flat = rows.reshape(-1)
+    return None, [flat.at[first + i].get(mode="fill", fill_value=0).astype(jnp.uint32) for i in range(count)]
 
 
 # -- inline assembly --------------------------------------------------------------------------------------------------
@@ -476,7 +511,8 @@ def _pretend_device(platform: str) -> Iterator[None]:
 def lower(function: Callable[..., Any], *avals: Any, platform: str) -> list[Lowered]:
     """Every Triton kernel inside ``jax.jit(function)``, lowered for ``"cuda"`` or ``"rocm"`` on any host.
 
-    The text is portable between the Triton releases that JAX and the ``triton`` wheel bundle; bytecode is not.
+    The text is portable between the Triton releases that JAX and the ``triton`` wheel bundle; bytecode is not. It is
+    canonical: Pallas multiplies sizes of whole operands by zero, and nothing of that is left.
     """
     with _pretend_device(platform):
         lowered = jax.jit(function).trace(*avals).lower(lowering_platforms=(platform,))
@@ -504,7 +540,19 @@ def _text_of(config: Any) -> Lowered:
     context = mlir.make_ir_context()
     with context:
         tt.register_dialect(context)
-        text = ir.Module.parse(code).operation.get_asm(enable_debug_info=False)
+        module = ir.Module.parse(code)
+        _make_canonical(module)
+        text = module.operation.get_asm(enable_debug_info=False)
     number = {key: int(entries[key].value) for key in ("grid_x", "grid_y", "grid_z", "num_warps", "num_stages")}
     grid = (number["grid_x"], number["grid_y"], number["grid_z"])
     return Lowered(entries["name"].value, text, grid, number["num_warps"], number["num_stages"])
+
+
+def _make_canonical(module: Any) -> None:
+    """Fold what is constant, drop what is unused, and bring constants, which are all at the front, into one order."""
+    passmanager.PassManager.parse("builtin.module(canonicalize,cse,canonicalize)").run(module.operation)
+    (function,) = module.body.operations
+    operations = list(function.operation.regions[0].blocks[0].operations)
+    constants = [op for op in operations if op.operation.name == "arith.constant"]
+    for op in sorted(constants, key=lambda op: str(op.operation.attributes["value"])):
+        op.operation.move_before(next(op for op in operations if op.operation.name != "arith.constant"))

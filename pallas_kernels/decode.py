@@ -28,7 +28,9 @@ Returns, for S = ``config.num_splits``:
   m: ``float32[B, H, S, M]``, the running maximum of base-2 scores; very negative (never NaN) where nothing was seen.
   l: ``float32[B, H, S, M]``, the sum of p; 0 where nothing was seen.
 
-How tokens are divided among splits is the kernel's own business; it must be balanced for any length.
+How tokens are divided among splits is the kernel's own business; it must be balanced for any length. What a kernel is
+compiled for are H, C, M and D, the layout and the options; batch, block table and splits are told when it runs
+(:mod:`pallas_kernels.sizes`).
 """
 
 from __future__ import annotations
@@ -48,6 +50,7 @@ from pallas_kernels.decode_kernel import NOTHING as NOTHING
 from pallas_kernels.decode_kernel import Static, kernel
 from pallas_kernels.geometry import Geometry, geometry
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.sizes import sizes_of
 from pallas_kernels.tables import arrays_read, spec_of
 
 
@@ -86,7 +89,7 @@ def split_attention(
         copies=count,
         rows=rows,
         row_tile=row_tile,
-        splits=splits,
+        row_tiles=row_tiles,
         factor=options.query_factor(dim),
         softcap=options.softcap,
         by_row=first.ndim == 2,
@@ -100,8 +103,8 @@ def split_attention(
     o, m, l = pl.pallas_call(
         functools.partial(kernel, static),
         name="jkv_decode",
-        grid=(batch, heads, splits * row_tiles),
-        in_specs=[whole] * (7 if static.by_row else 6) + [spec_of(array, lambda b, h, s: h) for array in arrays],
+        grid=(batch * row_tiles, heads, splits),
+        in_specs=[whole] * (8 if static.by_row else 7) + [spec_of(array, lambda b, h, s: h) for array in arrays],
         out_specs=[whole] * 3,
         out_shape=[
             jax.ShapeDtypeStruct((parallel, rows * dim), jnp.float32),
@@ -113,7 +116,8 @@ def split_attention(
     )(
         copies.reshape(batch * heads * count, rows * dim),
         pool,
-        block_table,
+        block_table.reshape(1, -1),
+        sizes_of(blocks=block_table.shape[1], splits=splits),
         stored,
         *edges,
         *([first] if static.by_row else []),

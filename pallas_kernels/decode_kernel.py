@@ -13,13 +13,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from jkv.core import Array, Packed, Scheme
 from pallas_kernels import compat
 from pallas_kernels.fp8 import even_and_odd
 from pallas_kernels.geometry import Geometry, Window, iota, load_flags, load_side, strided
 from pallas_kernels.options import LOG2_E
+from pallas_kernels.sizes import BLOCKS, SPLITS, share, size
 from pallas_kernels.tables import HeadArrays
 
 NOTHING = -1e30  # a maximum over no scores: finite, so that differences of two of them are not NaN
@@ -37,7 +37,7 @@ class Static:
     copies: int
     rows: int
     row_tile: int
-    splits: int
+    row_tiles: int
     factor: float
     softcap: float | None
     by_row: bool
@@ -65,16 +65,17 @@ def _factor(form: str, calib: Any) -> Any:
 
 
 def kernel(static: Static, *refs: Any) -> None:
-    """One program of the grid ``(B, H, splits * row tiles)``."""
+    """One program of the grid ``(B * row tiles, H, splits)``."""
     geo, scheme, row_tile = static.geo, static.scheme, static.row_tile
-    copies_ref, pool, table, stored_ref, low_ref, high_ref, *rest = refs
+    copies_ref, pool, table, sizes, stored_ref, low_ref, high_ref, *rest = refs
     *rest, o_ref, m_ref, l_ref = rest
     first_ref = rest.pop(0) if static.by_row else None
     names = len(static.k_arrays)
     k_calib = HeadArrays(dict(zip(static.k_arrays, rest[:names], strict=True)))
     v_calib = HeadArrays(dict(zip(static.v_arrays, rest[names:], strict=True)))
-    batch, head, program = (pl.program_id(axis) for axis in range(3))
-    split, tile = lax.rem(program, static.splits), lax.div(program, jnp.int32(static.splits))
+    program, head, split = (compat.program_id(axis) for axis in range(3))
+    batch, tile = (op(program, jnp.int32(static.row_tiles)) for op in (lax.div, lax.rem))
+    width, splits = size(sizes, BLOCKS), size(sizes, SPLITS)
     row = tile * row_tile + iota((row_tile,), 0)
     pair = batch * static.num_kv_heads + head
     queries = _load_queries(static, copies_ref, pair, row, _factor(static.k_form, k_calib))
@@ -83,7 +84,8 @@ def kernel(static: Static, *refs: Any) -> None:
 
     def step(number: Array, carry: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
         m, l, outs = carry
-        block = table[batch, lax.div(number, jnp.int32(geo.tiles_per_block))]
+        entry = batch * width + lax.div(number, jnp.int32(geo.tiles_per_block))
+        block = compat.load(table, 0, 0, entry, jnp.int32)
         position = number * geo.tokens + iota((geo.tokens,), 0)
         at = Window(
             pool=pool,
@@ -122,7 +124,7 @@ def kernel(static: Static, *refs: Any) -> None:
             for _ in range(geo.pieces)
         ),
     )
-    begin, end = _share(static, low, stored, split)
+    begin, end = share(low, stored, geo.tokens, split, splits)
     # Tiles that lie between the highest first token and the end need no mask; the few others follow.
     clear = jnp.clip(lax.div(high + (geo.tokens - 1), jnp.int32(geo.tokens)), begin, end)
     cut = jnp.clip(lax.div(stored, jnp.int32(geo.tokens)), clear, end)
@@ -133,19 +135,7 @@ def kernel(static: Static, *refs: Any) -> None:
         return step(jnp.where(number < before, begin + number, cut + number - before), carry, True)
 
     m, l, outs = lax.fori_loop(0, before + end - cut, rest_of, carry)
-    _store(
-        static, (o_ref, m_ref, l_ref), pair * static.splits + split, row, m, l, outs, _factor(static.v_form, v_calib)
-    )
-
-
-def _share(static: Static, low: Array, stored: Array, split: Array) -> tuple[Array, Array]:
-    """The tiles of one split: an even part of those that hold tokens from ``low`` to ``stored``."""
-    tokens = jnp.int32(static.geo.tokens)
-    start = lax.div(low, tokens)
-    tiles = jnp.maximum(lax.div(stored + (tokens - 1), tokens) - start, 0)
-    each = lax.div(tiles + (static.splits - 1), jnp.int32(static.splits))
-    begin = start + jnp.minimum(split * each, tiles)
-    return begin, start + jnp.minimum((split + 1) * each, tiles)
+    _store(static, (o_ref, m_ref, l_ref), pair * splits + split, row, m, l, outs, _factor(static.v_form, v_calib))
 
 
 def _load_queries(static: Static, ref: Any, pair: Array, row: Array, factor: Any) -> list[list[list[Array]]]:

@@ -71,20 +71,20 @@ def operands(prepared: Prepared) -> list[Array]:
     return [rows(key, a) for key, a in (*prepared.k.items(), *prepared.v.items())]
 
 
-def specs(arrays: list[Array], pool: Array, heads: int, count: int) -> dict[str, Any]:
-    """What all launches that write share: three operands, the calibration and the pool, which is updated in place.
+def specs(arrays: list[Array], pool: Array, heads: int, count: int, operands: int) -> dict[str, Any]:
+    """What all launches that write share: some operands, the calibration and the pool, which is updated in place.
 
-    Results are the pool and ``int32[heads, count]``, how many values of an entry were not finite.
+    Results are the pool and ``int32[1, heads * count]``, how many values of an entry were not finite.
     """
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     return {
-        "in_specs": [anywhere] * (4 + len(arrays)),
+        "in_specs": [anywhere] * (operands + len(arrays) + 1),
         "out_specs": [anywhere, anywhere],
         "out_shape": [
             jax.ShapeDtypeStruct(pool.shape, pool.dtype),
-            jax.ShapeDtypeStruct((heads, count), jnp.int32),
+            jax.ShapeDtypeStruct((1, heads * count), jnp.int32),
         ],
-        "input_output_aliases": {3 + len(arrays): 0},
+        "input_output_aliases": {operands + len(arrays): 0},
     }
 
 

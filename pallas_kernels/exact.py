@@ -52,7 +52,6 @@ class Static:
     head_dim: int
     width: int
     column_tiles: int
-    splits: int
     scale: float
     softcap: float | None
     window: int | None
@@ -63,6 +62,11 @@ class Static:
     @property
     def rows(self) -> int:
         return self.group * self.steps
+
+    @property
+    def programs(self) -> int:
+        """Programs of one KV head of one sequence: tiles of rows times tiles of columns."""
+        return pl.cdiv(self.rows, ROWS) * self.column_tiles
 
     @property
     def merged_rows(self) -> int:
@@ -96,7 +100,9 @@ class Here:
         steps = jnp.int32(static.steps)
         safe = jnp.minimum(row, static.rows - 1)
         self.group_member, self.step = lax.div(safe, steps), lax.rem(safe, steps)
-        self.total, self.sealed, self.start, self.counts = (ref[name][batch] for name in Lengths._fields)
+        self.total, self.sealed, self.start, self.counts = (
+            compat.load(ref[name], 0, 0, batch, jnp.int32) for name in Lengths._fields
+        )
         # The position of each row's query; without a chunk of their own, all queries stand at the last token.
         fresh = static.size("fresh") > 0
         self.position = self.total - self.start + self.step if fresh else jnp.full_like(row, 0) + self.total - 1

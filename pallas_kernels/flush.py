@@ -30,6 +30,7 @@ from pallas_kernels.encoding import (
     store_entry,
 )
 from pallas_kernels.geometry import iota
+from pallas_kernels.sizes import COUNT, size, sizes_of
 from pallas_kernels.write import load_mean
 
 
@@ -54,13 +55,13 @@ class _Source:
 
 
 def _kernel(
-    where: Any, k_ref: Any, v_ref: Any, *refs: Any, scheme: Scheme, layout: Any, pages_per_block: int,
+    sizes: Any, pages_ref: Any, starts: Any, k_ref: Any, v_ref: Any, *refs: Any, scheme: Scheme, layout: Any, pages_per_block: int,
     prepared: Prepared, source: _Source, num_heads: int, dim: int,
 ) -> None:  # fmt: skip
     *arrays, _, pool, bad = refs
-    row, head = pl.program_id(0), pl.program_id(1)
-    slot = compat.load(where, 0, 0, row, jnp.int32)
-    start = compat.load(where, 1, 0, row, jnp.int32)
+    row, head = compat.program_id(0), compat.program_id(1)
+    slot, start = (compat.load(ref, 0, 0, row, jnp.int32) for ref in (pages_ref, starts))
+    bad_at = head * size(sizes, COUNT) + row
     shape = (PAGE_TOKENS, dim)
 
     def load(ref: Any) -> Array:
@@ -69,7 +70,7 @@ def _kernel(
 
     @pl.when(slot < 0)
     def _nothing() -> None:
-        compat.store(bad, head, 0, row, jnp.int32(0))
+        compat.store(bad, 0, 0, bad_at, jnp.int32(0))
 
     @pl.when(slot >= 0)
     def _encode() -> None:
@@ -81,7 +82,7 @@ def _kernel(
         v_packed = scheme.v.encode(inside["v"], v)
         k, k_wrong = settle(load(k_ref), mean)
         fields = pages.named(scheme, scheme.k.encode(inside["k"], k), v_packed)
-        compat.store(bad, head, 0, row, jnp.sum(v_wrong + k_wrong))
+        compat.store(bad, 0, 0, bad_at, jnp.sum(v_wrong + k_wrong))
         block, page = slot // pages_per_block, slot % pages_per_block
         for field in layout.fields:
             at, entry = (jnp.full((1,), x, jnp.int32) for x in (block * num_heads + head, page))
@@ -175,12 +176,13 @@ def _launch(
         _kernel, scheme=scheme, layout=layout, pages_per_block=pages_per_block, prepared=shapes, source=source,
         num_heads=heads, dim=dim,
     )  # fmt: skip
+    count = page.shape[0]
     out = pl.pallas_call(
         kernel,
-        grid=(page.shape[0], heads),
-        **specs(arrays, pool, heads, page.shape[0]),
+        grid=(count, heads),
+        **specs(arrays, pool, heads, count, operands=5),
         compiler_params=compat.compiler_params(config.num_warps, 1),
         interpret=interpret,
         name="jkv_flush",
-    )(jnp.stack([page, start]).astype(jnp.int32), k, v, *arrays, pool)
-    return out[0], out[1]
+    )(sizes_of(count=count), *(x[None].astype(jnp.int32) for x in (page, start)), k, v, *arrays, pool)
+    return out[0], out[1].reshape(heads, count)

@@ -28,6 +28,7 @@ from pallas_kernels.lane_decode_keys import Keys
 from pallas_kernels.lane_decode_layout import LANES, Side, checked_sides, sides
 from pallas_kernels.lane_decode_tile import Tile, is_signed
 from pallas_kernels.options import LOG2_E, AttentionOptions
+from pallas_kernels.sizes import BLOCKS, SPLITS, share, size, sizes_of
 
 
 def supports(scheme: Scheme, head_dim: int) -> bool:
@@ -55,7 +56,6 @@ class Static:
     tokens: int
     rows: int  # query rows of one KV head
     row_tile: int  # of one program
-    splits: int
     softcap: float | None
 
 
@@ -94,7 +94,6 @@ def split_attention(
         tokens=PAGE_TOKENS if k.along == "channel" else tile_tokens(config, pages_per_block),
         rows=rows,
         row_tile=row_tile,
-        splits=config.num_splits,
         softcap=options.softcap,
     )
     return launch(static, calib, copies, pool, block_table, stored, first, config, interpret)
@@ -114,12 +113,13 @@ def launch(
     """The split kernel for any way to score keys."""
     batch, heads, count, rows, dim = copies.shape
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    parallel = batch * heads * static.splits
+    splits = config.num_splits
+    parallel = batch * heads * splits
     o, m, l = pl.pallas_call(
         functools.partial(_kernel, static),
         name="jkv_lane_decode",
-        grid=(batch, heads, static.splits * pl.cdiv(rows, static.row_tile)),
-        in_specs=[whole] * 7,
+        grid=(batch, heads * pl.cdiv(rows, static.row_tile), splits),
+        in_specs=[whole] * 8,
         out_specs=[whole] * 3,
         out_shape=[
             jax.ShapeDtypeStruct((parallel, rows * dim), jnp.float32),
@@ -131,13 +131,14 @@ def launch(
     )(
         copies.reshape(batch * heads, count * rows * dim),
         pool,
-        block_table,
+        block_table.reshape(1, -1),
+        sizes_of(blocks=block_table.shape[1], splits=splits),
         stored,
         first,
         _multipliers(calib, heads),
         _tables(calib, heads),
     )
-    lead = (batch, heads, static.splits, rows)
+    lead = (batch, heads, splits, rows)
     return o.reshape(*lead, dim), m.reshape(lead), l.reshape(lead)
 
 
@@ -162,12 +163,13 @@ def _tables(calib: Any, heads: int) -> Array:
 
 
 def _kernel(static: Static, *refs: Any) -> None:
-    """One program: one row of the batch, one KV head, one split, one tile of query rows."""
-    copies_ref, pool, table, stored_ref, first_ref, mult_ref, levels_ref, o_ref, m_ref, l_ref = refs
+    """One program of the grid ``(B, row tiles * H, splits)``."""
+    copies_ref, pool, table, sizes, stored_ref, first_ref, mult_ref, levels_ref, o_ref, m_ref, l_ref = refs
     k, v, tokens = static.k, static.v, static.tokens
     per_block = static.pages_per_block * PAGE_TOKENS
-    batch, head, program = (pl.program_id(axis) for axis in range(3))
-    split, row_tile = lax.rem(program, jnp.int32(static.splits)), lax.div(program, jnp.int32(static.splits))
+    batch, program, split = (compat.program_id(axis) for axis in range(3))
+    row_tile, head = (op(program, jnp.int32(static.num_kv_heads)) for op in (lax.div, lax.rem))
+    width, splits = size(sizes, BLOCKS), size(sizes, SPLITS)
     pair = batch * static.num_kv_heads + head
     first_row = row_tile * static.row_tile
     stored, low = stored_ref[batch], first_ref[batch]
@@ -184,7 +186,7 @@ def _kernel(static: Static, *refs: Any) -> None:
     def step(number: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         m, l, sums = carry
         at = number * tokens
-        block = table[batch, lax.div(at, jnp.int32(per_block))]
+        block = compat.load(table, 0, 0, batch * width + lax.div(at, jnp.int32(per_block)), jnp.int32)
         position = at + iota((tokens,), 0)
         seen = (position >= low) & (position < stored)
         slot = lax.rem(at, jnp.int32(per_block))
@@ -206,8 +208,8 @@ def _kernel(static: Static, *refs: Any) -> None:
         jnp.zeros((rows,), jnp.float32),
         values.empty(v, rows),
     )
-    m, l, sums = lax.fori_loop(*_share(static, low, stored, split), step, carry)
-    at = pair * static.splits + split
+    m, l, sums = lax.fori_loop(*share(low, stored, tokens, split, splits), step, carry)
+    at = pair * splits + split
     row = iota((rows,), 0)
     mask = (row < static.row_tile) & (row + first_row < static.rows)
     for plane, out in enumerate(values.finish(v, sums, (mults[2], mults[3]))):
@@ -217,12 +219,3 @@ def _kernel(static: Static, *refs: Any) -> None:
     compat.store(m_ref, at, 0, row + first_row, m, mask=mask)
     compat.store(l_ref, at, 0, row + first_row, l * 2.0**-values.BOOST, mask=mask)
 
-
-def _share(static: Static, low: Array, stored: Array, split: Array) -> tuple[Array, Array]:
-    """The tiles of one split: an even part of those that hold tokens from ``low`` to ``stored``."""
-    tokens = jnp.int32(static.tokens)
-    start = lax.div(low, tokens)
-    tiles = jnp.maximum(lax.div(stored + (tokens - 1), tokens) - start, 0)
-    each = lax.div(tiles + (static.splits - 1), jnp.int32(static.splits))
-    begin = start + jnp.minimum(split * each, tiles)
-    return begin, start + jnp.minimum((split + 1) * each, tiles)

@@ -81,7 +81,6 @@ def split_attention(
         tokens=tile_tokens(config, pages_per_block),
         rows=rows,
         row_tile=row_tile,
-        splits=config.num_splits,
         softcap=options.softcap,
     )
     return lane_decode.launch(static, calib, copies, pool, block_table, stored, first, config, interpret)

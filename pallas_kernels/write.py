@@ -30,6 +30,7 @@ from pallas_kernels.encoding import (
     store_entry,
 )
 from pallas_kernels.geometry import iota
+from pallas_kernels.sizes import COUNT, size, sizes_of
 from pallas_kernels.warp import write as warp_write
 from pallas_kernels.warp.writable import at_once, supports
 
@@ -133,24 +134,25 @@ def load_mean(ref: Any, head: Any, dim: int) -> Array:
 
 
 def _kernel(
-    slots: Any, k_ref: Any, v_ref: Any, *refs: Any, scheme: Scheme, layout: Any, pages_per_block: int,
+    sizes: Any, slots: Any, k_ref: Any, v_ref: Any, *refs: Any, scheme: Scheme, layout: Any, pages_per_block: int,
     prepared: Prepared, config: WriteConfig, num_heads: int, dim: int,
 ) -> None:  # fmt: skip
     *arrays, _, pool, bad = refs
-    head, count = pl.program_id(1), k_ref.shape[0]
-    token = pl.program_id(0) * config.tokens + iota((config.tokens,), 0)
-    slot = compat.load(slots, 0, 0, token, jnp.int32, mask=token < count, other=-1)
+    head, count = compat.program_id(1), size(sizes, COUNT)
+    token = compat.program_id(0) * config.tokens + iota((config.tokens,), 0)
+    there = token < count
+    slot = compat.load(slots, 0, 0, token, jnp.int32, mask=there, other=-1)
     live = slot >= 0
-    row = jnp.minimum(token, count - 1)
-    load = functools.partial(load_rows, head=head, row=row, live=live, dim=dim, lane_channels=config.lane_channels)
+    # Rows do not wait for slots: those of a skipped token are read and not stored.
+    load = functools.partial(load_rows, head=head, row=token, live=there, dim=dim, lane_channels=config.lane_channels)
     inside = calib_in_kernel(prepared, tuple(arrays), head, config.rows_together)
     # One side after the other: both at once would not fit the registers.
     v, v_wrong = settle(load(v_ref), None)
     v_packed = scheme.v.encode(inside["v"], v)
     mean = load_mean(arrays[list(prepared.k).index("mean")], head, dim) if "mean" in prepared.k else None
     k, k_wrong = settle(load(k_ref), mean)
+    compat.store(bad, 0, 0, head * count + token, jnp.where(live, v_wrong + k_wrong, 0), mask=there)
     fields = pages.named(scheme, scheme.k.encode(inside["k"], k), v_packed)
-    compat.store(bad, head, 0, row, v_wrong + k_wrong, mask=token < count)
     block_tokens = pages_per_block * PAGE_TOKENS
     safe = jnp.maximum(slot, 0)
     block, entry = safe // block_tokens, safe % block_tokens
@@ -214,9 +216,11 @@ def _launch(
     out = pl.pallas_call(
         kernel,
         grid=(pl.cdiv(count, config.tokens), heads),
-        **specs(arrays, pool, heads, count),
+        **specs(arrays, pool, heads, count, operands=4),
         compiler_params=compat.compiler_params(config.num_warps, 1),
         interpret=interpret,
         name="jkv_write",
-    )(slots[None].astype(jnp.int32), k.reshape(count, -1), v.reshape(count, -1), *arrays, pool)
-    return out[0], out[1]
+    )(
+        sizes_of(count=count), slots[None].astype(jnp.int32), k.reshape(count, -1), v.reshape(count, -1), *arrays, pool
+    )  # fmt: skip
+    return out[0], out[1].reshape(heads, count)

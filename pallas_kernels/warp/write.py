@@ -19,6 +19,7 @@ from jkv.core import PAGE_TOKENS, SEGMENT, Scheme
 from jkv.page import PageLayout
 from pallas_kernels import compat
 from pallas_kernels.encoding import Prepared, operands, specs
+from pallas_kernels.sizes import COUNT, size, sizes_of
 from pallas_kernels.warp import hadamard, quantize
 from pallas_kernels.warp.pairs import bf16x2, floats, pack_bf16
 from pallas_kernels.warp.scatter import scatter
@@ -45,12 +46,12 @@ class _Static:
         return self.head_dim // SEGMENT
 
 
-def _kernel(slots: Any, k_ref: Any, v_ref: Any, *refs: Any, static: _Static) -> None:
+def _kernel(sizes: Any, slots: Any, k_ref: Any, v_ref: Any, *refs: Any, static: _Static) -> None:
     *arrays, _, pool, bad = refs
     ref = dict(zip(static.names, arrays, strict=True))
-    program, head = pl.program_id(0), pl.program_id(1)
+    program, head = compat.program_id(0), compat.program_id(1)
     segment, own = number() & (static.segments - 1), number() >> (static.segments.bit_length() - 1)
-    tokens, count = LANES // static.segments, slots.shape[1]
+    tokens, count = LANES // static.segments, size(sizes, COUNT)
     calib = {side: _scalars(ref, side, head) for side in ("k", "v")}
     whole = None
     if static.sides.turned:
@@ -59,7 +60,7 @@ def _kernel(slots: Any, k_ref: Any, v_ref: Any, *refs: Any, static: _Static) -> 
     def one_pass(step: Any) -> None:
         token = (program * static.passes + step) * tokens + own
         inside = token < count
-        token = jnp.minimum(token, count - 1)
+        token = jnp.where(inside, token, 0)
         slot = compat.load(slots, 0, 0, token, jnp.int32)
         offset = (token * static.heads + head) * (2 * static.head_dim) + segment * (2 * SEGMENT)
         k, v = (_words(x, 0, offset, 4) for x in (k_ref, v_ref))
@@ -68,7 +69,7 @@ def _kernel(slots: Any, k_ref: Any, v_ref: Any, *refs: Any, static: _Static) -> 
         where = _Place(static, pool, jnp.maximum(slot, 0).astype(jnp.uint32), live, head, segment)
         _encode_values(static, calib["v"], v, whole, where)
         _encode_keys(static, calib["k"], k, ref, head, whole, where)
-        compat.store(bad, head, 0, token, jnp.where(live, wrong, 0), mask=inside & (segment == 0))
+        compat.store(bad, 0, 0, head * count + token, jnp.where(live, wrong, 0), mask=inside & (segment == 0))
 
     if static.passes == 1:
         one_pass(0)
@@ -211,9 +212,9 @@ def launch(
     out = pl.pallas_call(
         functools.partial(_kernel, static=static),
         grid=(pl.cdiv(count, tokens), heads),
-        **specs(arrays, pool, heads, count),
+        **specs(arrays, pool, heads, count, operands=4),
         compiler_params=compat.compiler_params(1, 1),
         interpret=interpret,
         name="jkv_warp_write",
-    )(slots[None].astype(jnp.int32), k.reshape(1, -1), v.reshape(1, -1), *arrays, pool)
-    return out[0], out[1]
+    )(sizes_of(count=count), slots[None].astype(jnp.int32), k.reshape(1, -1), v.reshape(1, -1), *arrays, pool)
+    return out[0], out[1].reshape(heads, count)

@@ -1,0 +1,44 @@
+"""Sizes that a kernel is told when it runs: one text serves every batch, cache and number of splits.
+
+Kernels take them as one operand, ``int32[1, 8]``. Places that a kernel does not read, and those without a name, are
+zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import compat
+
+Array = jax.Array
+BLOCKS = 0  # entries of a row of the block table
+SPLITS = 1  # programs that share a row's tokens
+COUNT = 2  # tokens that a write kernel is given, or pages
+LENGTH = 8
+
+
+def sizes_of(*, blocks: int = 0, splits: int = 0, count: int = 0) -> Array:
+    """The operand."""
+    found = np.zeros((1, LENGTH), np.int32)
+    found[0, [BLOCKS, SPLITS, COUNT]] = blocks, splits, count
+    return jnp.asarray(found)
+
+
+def size(ref: Any, which: int) -> Array:
+    """One size, in a kernel."""
+    return compat.load(ref, 0, 0, jnp.int32(which), jnp.int32)
+
+
+def share(low: Array, stored: Array, tokens: int, split: Array, splits: Array) -> tuple[Array, Array]:
+    """The tiles of one split: an even part of those that hold tokens from ``low`` to ``stored``, ``tokens`` a tile."""
+    start = lax.div(low, jnp.int32(tokens))
+    tiles = jnp.maximum(lax.div(stored + (tokens - 1), jnp.int32(tokens)) - start, 0)
+    # Without a sign, which takes fewer registers.
+    each = lax.div((tiles + (splits - 1)).astype(jnp.uint32), splits.astype(jnp.uint32)).astype(jnp.int32)
+    begin = start + jnp.minimum(split * each, tiles)
+    return begin, start + jnp.minimum((split + 1) * each, tiles)
