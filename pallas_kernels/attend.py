@@ -182,10 +182,15 @@ def _launch(
         sinks=0 if exact.sinks is None else exact.sinks[0].shape[2],
         window=options.window,
     )
-    partial = _split_kernel(config, scheme, dim, q.shape[1] * (q.shape[2] // heads), first.ndim == 2)(
+    split_attention = _split_kernel(config, scheme, dim, q.shape[1] * (q.shape[2] // heads), first.ndim == 2)
+    if split_attention is warp.split_attention:
+        queries: Any = warp.prepare_queries(scheme, calib, q, heads, options, interpret=interpret)
+    else:
+        queries = prepare_copies(scheme, calib, q, heads, options)
+    partial = split_attention(
         scheme,
         calib,
-        prepare_copies(scheme, calib, q, heads, options),
+        queries,
         pool,
         block_table,
         jnp.minimum(place.sealed, place.total),

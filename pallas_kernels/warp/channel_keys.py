@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ class ChannelKeys:
 
     codes: Codes
     flagged: bool
+    arrays: ClassVar = ("scale_mult", "zero_mult")
 
     def load(self, unit: Unit) -> dict[str, Any]:
         _, j = lane()
@@ -61,7 +62,7 @@ class ChannelKeys:
         """Per k-step, for its two registers: scales, and offsets that undo the query's own powers of two."""
         swap = self.codes.words.loads[0][2] == 1  # 8-bit words: a register pairs channels 0, 2 and 1, 3
         scale, zero = [], []
-        for s, z, shares in zip(loaded["k_scale"], loaded["k_zero"], query.shares, strict=True):
+        for s, z, shares in zip(loaded["k_scale"], loaded["k_zero"], query.pairs, strict=True):
             if swap:
                 s, z = (prmt(x, x, 0x3120) for x in (s, z))
             size, middle = e4m3_to_f16(s & jnp.uint32(0x7F7F7F7F)), e4m3_to_f16(z)

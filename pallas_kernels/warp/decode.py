@@ -20,9 +20,10 @@ from jkv.page import PageLayout
 from pallas_kernels import compat
 from pallas_kernels.config import DecodeConfig
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.sizes import BLOCKS, SPLITS, size, sizes_of
 from pallas_kernels.warp import online
 from pallas_kernels.warp.keys import KeySide
-from pallas_kernels.warp.operands import plan_of, prepare, sides_of
+from pallas_kernels.warp.operands import Queries, calibrated, plan_of, sides_of
 from pallas_kernels.warp.prefetch import Prefetch, fold
 from pallas_kernels.warp.program import Query
 from pallas_kernels.warp.queries import GROUP, QueryPlan
@@ -44,7 +45,6 @@ class Static:
     travel: Travel
     heads: int
     head_dim: int
-    splits: int
     per_block: int
     fields: tuple[tuple[str, int, int], ...]
     masked: bool
@@ -59,24 +59,25 @@ class Static:
 class Walk:
     """The units of one program, ``begin <= number < end``, and where they are."""
 
-    def __init__(self, static: Static, ref: dict[str, Any], batch: Array, head: Array, split: Array):
+    def __init__(self, static: Static, ref: dict[str, Any], batch: Array, head: Array, split: Array, splits: Array):
         tokens = static.unit_tokens
         stored, self.first = (compat.load(ref[n], 0, 0, batch, jnp.int32) for n in ("stored", "first"))
         self.stored = stored
         skip = self.first // tokens if static.masked else 0
         last = (stored + (tokens - 1)) // tokens
-        share = (last - skip + static.splits - 1) // static.splits
+        share = jax.lax.div(last - skip + splits - 1, splits)
         self.begin = skip + split * share
         self.end = jnp.minimum(self.begin + share, last)
         per_page = PAGE_TOKENS // tokens
-        self._static, self._ref, self._batch, self._head = static, ref, batch, head
+        self._static, self._ref, self._head = static, ref, head
+        self._table = batch * size(ref["sizes"], BLOCKS)
         self._per_block = static.per_block * per_page
         self._fields = {name: (start, size // per_page) for name, start, size in static.fields}
 
     def block_of(self, number: Array) -> Array:
         """The block of a unit; beyond the last unit, its block again."""
         index = self._inside(number) // self._per_block
-        block = compat.load(self._ref["block_table"], self._batch, 0, index, jnp.int32)
+        block = compat.load(self._ref["block_table"], 0, 0, self._table + index, jnp.int32)
         return jnp.where(self.end > self.begin, block, 0)
 
     def unit(self, number: Array, block: Array) -> Unit:
@@ -106,14 +107,16 @@ def _kernel(*refs: Any, key: KeySide, value: ValueSide, static: Static) -> None:
     plan, heads, travel = static.plan, static.heads, static.travel
     if travel.registers:
         compat.limit_registers(travel.registers)
-    batch, program, split = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    batch, program, split = (compat.program_id(axis) for axis in range(3))
     head = program // plan.programs
-    query = Query(key, plan, ref, batch * (heads * plan.programs) + program, head)
-    walk = Walk(static, ref, batch, head, split)
+    splits = size(ref["sizes"], SPLITS)
+    query = Query(key, value, plan, ref, batch * (heads * plan.programs) + program, head)
+    walk = Walk(static, ref, batch, head, split, splits)
     r, j = lane()
     rows = [GROUP * (program % plan.programs * plan.per_program + g) + j for g in range(plan.per_program)]
     factor = [
-        compat.load(ref["factor"], batch * heads + head, 0, row, jnp.float32, mask=row < plan.rows) for row in rows
+        compat.load(ref["inverse"], batch * heads + head, 0, row, jnp.float32, mask=row < plan.rows) * query.k_factor
+        for row in rows
     ]
 
     def compute(state: online.State, number: Array, unit: Unit, loaded: dict[str, Any]) -> online.State:
@@ -125,7 +128,7 @@ def _kernel(*refs: Any, key: KeySide, value: ValueSide, static: Static) -> None:
         return online.add_unit(state, scores, loaded, value, query, factor, static.softcap, walk.visible(number))
 
     state, merge = (_through_cache if travel.ahead else _through_registers)(key, value, travel, walk, compute, plan)
-    place = (batch * heads + head) * static.splits + split
+    place = (batch * heads + head) * splits + split
     for g in range(plan.per_program):
         valid = rows[g] < plan.rows
         compat.store(m_ref, place, 0, rows[g], state.m[g], mask=valid & (r == 0))
@@ -195,7 +198,7 @@ def supports(scheme: Scheme, head_dim: int) -> bool:
 def split_attention(
     scheme: Scheme,
     calib: Any,
-    copies: Array,
+    queries: Queries,
     pool: Array,
     block_table: Array,
     stored: Array,
@@ -207,51 +210,28 @@ def split_attention(
     options: AttentionOptions,
     interpret: bool,
 ) -> tuple[Array, Array, Array]:
-    """The split contract of :mod:`pallas_kernels.decode`, one query row a sequence and head.
+    """The split contract of :mod:`pallas_kernels.decode` for queries of :func:`prepare_queries`, 16 rows at most.
 
     Tokens beyond ``stored`` and before ``first`` are masked only where the scheme or the options make them possible:
     with ``tail=page`` and neither sinks nor a window, ``stored`` must be a multiple of 32 and ``first`` zero.
     """
-    operands = prepare(scheme, calib, copies) | {
+    batch, heads, rows = queries.shape
+    key, value = sides_of(scheme, queries.head_dim)
+    plan, windows = plan_of(rows), scheme.windows
+    operands = queries.operands() | calibrated(key, value, calib)
+    operands |= {
         "pool": pool,
-        "block_table": block_table,
+        "block_table": block_table.reshape(1, -1),
         "stored": stored[None],
         "first": first[None],
+        "sizes": sizes_of(blocks=block_table.shape[1], splits=config.num_splits),
     }
-    return launch(
-        scheme,
-        operands,
-        copies.shape,
-        page_layout=page_layout,
-        pages_per_block=pages_per_block,
-        config=config,
-        options=options,
-        interpret=interpret,
-    )
-
-
-def launch(
-    scheme: Scheme,
-    operands: dict[str, Array],
-    copies_shape: tuple[int, ...],
-    *,
-    page_layout: PageLayout,
-    pages_per_block: int,
-    config: DecodeConfig,
-    options: AttentionOptions,
-    interpret: bool,
-) -> tuple[Array, Array, Array]:
-    """One launch of the split kernel over prepared operands."""
-    batch, heads, _, rows, head_dim = copies_shape
-    key, value = sides_of(scheme, head_dim)
-    plan, windows = plan_of(rows), scheme.windows
     static = Static(
         names=tuple(sorted(operands)),
         plan=plan,
-        travel=travel_of(key, head_dim, plan.per_program),
+        travel=travel_of(key, queries.head_dim, plan.per_program),
         heads=heads,
-        head_dim=head_dim,
-        splits=config.num_splits,
+        head_dim=queries.head_dim,
         per_block=pages_per_block,
         fields=tuple((f.name, pages_per_block * f.offset, f.nbytes) for f in page_layout.fields),
         masked=windows.tail == "0" or windows.sink > 0 or options.window is not None,
@@ -265,7 +245,7 @@ def launch(
         in_specs=[anywhere] * len(operands),
         out_specs=[anywhere] * 3,
         out_shape=[
-            jax.ShapeDtypeStruct((lead, rows * head_dim), jnp.float32),
+            jax.ShapeDtypeStruct((lead, rows * queries.head_dim), jnp.float32),
             jax.ShapeDtypeStruct((lead, rows), jnp.float32),
             jax.ShapeDtypeStruct((lead, rows), jnp.float32),
         ],
@@ -274,7 +254,4 @@ def launch(
         name="jkv_decode_warp",
     )(*(operands[name] for name in static.names))
     shape = (batch, heads, config.num_splits, rows)
-    return out[0].reshape(*shape, head_dim), out[1].reshape(shape), out[2].reshape(shape)
-
-
-__all__ = ["launch", "prepare", "split_attention", "supports"]
+    return out[0].reshape(*shape, queries.head_dim), out[1].reshape(shape), out[2].reshape(shape)

@@ -1,32 +1,50 @@
-"""The operands of a launch that depend on queries and calibration, as the kernel reads them."""
+"""The operands of a split launch beside the cache: prepared queries, and arrays of the calibration."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jkv.core import Scheme
+from pallas_kernels import compat
 from pallas_kernels.warp import queries
-from pallas_kernels.warp.keys import ChannelKeys, FloatKeys, KeySide, TableKeys, TokenKeys
+from pallas_kernels.warp.keys import ChannelKeys, KeySide
 from pallas_kernels.warp.queries import GROUP, QueryPlan
 from pallas_kernels.warp.sides import sides
-from pallas_kernels.warp.values import FloatValues, SegmentValues, ValueSide
+from pallas_kernels.warp.simt import full
+from pallas_kernels.warp.values import ValueSide
 
 Array = jax.Array
+_LEVELS = 16
 
 
-def prepare(scheme: Scheme, calib: Any, copies: Array) -> dict[str, Array]:
-    """The operands that depend on queries and calibration, as the kernel reads them."""
-    heads, rows, head_dim = copies.shape[1], copies.shape[3], copies.shape[4]
-    key, value = sides_of(scheme, head_dim)
-    plan = plan_of(rows)
-    scaled, inverse = queries.scaled(key, copies)
-    found = {"fragments": queries.fragments(key, plan, scaled)} | _constants(key, value, calib, heads, inverse)
-    if isinstance(key, TokenKeys):
-        found["sums"] = queries.query_sums(key, plan, scaled, calib["k"]["zero_mult"] / calib["k"]["scale_mult"])
-    return found
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Queries:
+    """Queries as the split kernel reads them.
+
+    ``fragments: uint32[B * H * programs, words]`` (:func:`queries.fragment_source`), ``sums`` alike where metadata is
+    multiplied by query sums (:func:`queries.sum_source`), and ``inverse: float32[B, H, M]``, the power of two that each
+    row is too large by.
+    """
+
+    fragments: Array
+    inverse: Array
+    sums: Array | None = None
+    head_dim: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Batch, KV heads and query rows of each."""
+        batch, heads, rows = self.inverse.shape
+        return batch, heads, rows
+
+    def operands(self) -> dict[str, Array]:
+        found = {"fragments": self.fragments, "inverse": self.inverse.reshape(-1, self.inverse.shape[-1])}
+        return found if self.sums is None else found | {"sums": self.sums}
 
 
 def plan_of(rows: int) -> QueryPlan:
@@ -41,28 +59,40 @@ def sides_of(scheme: Scheme, head_dim: int) -> tuple[KeySide, ValueSide]:
     return found
 
 
-def _constants(key: KeySide, value: ValueSide, calib: Any, heads: int, inverse: Array) -> dict[str, Array]:
-    """``constants [H, 5]``, ``factor [B * H, M]`` and, for tables, ``levels [H, 32]``."""
-    zero = jnp.zeros(heads, jnp.float32)
-    one = zero + 1.0
-    k_mult = one if isinstance(key, TableKeys) and key.per_token else calib["k"].get("scale_mult", one)
-    k_zero, k_scale, k_offset = zero, zero, zero
-    if isinstance(key, ChannelKeys):
-        k_zero, k_scale, unit = queries.shares(calib["k"], key.codes.bits)
-        k_offset = unit / k_mult * 2.0 ** queries.exponent_of(key)
-    v_mult = calib["v"].get("scale_mult", one) if isinstance(value, SegmentValues) else one
-    if isinstance(key, FloatKeys):
-        k_mult = calib["k"].get("fp8_scale", one)
-    if isinstance(value, FloatValues):
-        v_mult = calib["v"].get("fp8_scale", one)
-    v_zero = calib["v"].get("zero_mult", one)
-    factor = inverse * (k_mult * 2.0 ** -queries.exponent_of(key))[None, :, None]
-    found = {
-        "constants": jnp.stack([k_zero, k_scale, k_offset, v_zero, v_mult], axis=-1),
-        "factor": factor.reshape(-1, factor.shape[-1]),
-    }
-    if "table" in (key.codes.form, value.codes.form):
-        blank = jnp.zeros((heads, 16), jnp.float32)
-        parts = [calib[side].get("levels", blank) for side in ("k", "v")]
-        found["levels"] = jnp.concatenate([p if p.shape[-1] == 16 else blank for p in parts], axis=-1)
-    return found
+def calibrated(key: KeySide, value: ValueSide, calib: Any) -> dict[str, Array]:
+    """The arrays of a calibration that the split kernel reads: ``k/NAME`` and ``v/NAME``, ``[H, n]``."""
+    found: dict[str, Array] = {}
+    for name, side in (("k", key), ("v", value)):
+        wanted = (*side.arrays, "levels") if side.codes.form == "table" else side.arrays
+        found |= {f"{name}/{entry}": calib[name][entry] for entry in wanted if entry in calib[name]}
+    return {name: jnp.asarray(a, jnp.float32).reshape(a.shape[0], -1) for name, a in found.items()}
+
+
+class Constants:
+    """Constants of a head, the same in every lane, from the arrays of :func:`calibrated`.
+
+    Raw scores times ``k_factor`` and a row's inverse are scores; the output of value codes is multiplied by
+    ``v_factor``, sums of their midpoints by ``v_zero``. ``shares`` are of :func:`queries.shares`.
+    """
+
+    def __init__(self, key: KeySide, value: ValueSide, refs: dict[str, Any], head: Any):
+        self._refs, self._head = refs, head
+        k_mult = self._multiplier("k", key.arrays)
+        self.k_factor = k_mult * 2.0 ** -queries.exponent_of(key)
+        self.v_factor = self._multiplier("v", value.arrays)
+        self.v_zero = self._multiplier("v", value.arrays[1:])
+        if isinstance(key, ChannelKeys):
+            zero_share, scale_share, unit = queries.shares(
+                k_mult, self._multiplier("k", ("zero_mult",)), key.codes.bits
+            )
+            self.shares = zero_share, scale_share
+            self.offset_factor = unit / k_mult * 2.0 ** queries.exponent_of(key)
+
+    def _multiplier(self, side: str, names: tuple[str, ...]) -> Array:
+        ref = self._refs.get(f"{side}/{names[0]}") if names else None
+        return full(1.0) if ref is None else compat.load(ref, self._head, 0, full(0, jnp.int32), jnp.float32)
+
+    def levels(self, side: str) -> list[Array]:
+        """The sixteen levels of a table."""
+        ref = self._refs[f"{side}/levels"]
+        return [compat.load(ref, self._head, 0, full(i, jnp.int32), jnp.float32) for i in range(_LEVELS)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -21,6 +21,7 @@ class PowerKeys:
     """E2M1 codes with a power of two per token and segment."""
 
     codes: Codes
+    arrays: ClassVar = ()
 
     @property
     def meta(self) -> Meta:
@@ -47,6 +48,7 @@ class FloatKeys:
     """E4M3 keys; their scale, one a head, is part of the row's factor."""
 
     codes: Codes
+    arrays: ClassVar = ("fp8_scale",)
 
     def load(self, unit: Unit) -> dict[str, Any]:
         return {"k_codes": self.codes.load(unit)}
@@ -68,6 +70,10 @@ class TableKeys:
 
     codes: Codes
     per_token: bool
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return () if self.per_token else ("scale_mult",)
 
     @property
     def meta(self) -> Meta:

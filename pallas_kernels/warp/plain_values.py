@@ -24,6 +24,7 @@ class HeadValues:
     codes: ValueCodes
     offset: bool
     lift: int = 0
+    arrays: ClassVar = ()
     by_segment: ClassVar[bool] = False  # whether B registers come a pair of segments each
 
     def load(self, unit: Unit, have: dict[str, Any]) -> dict[str, Any]:
@@ -65,6 +66,7 @@ class PowerValues:
     codes: ValueCodes
     segments: int
     lift: int = 64  # unpacked codes are 2**-126 times too small; probabilities meet them half way
+    arrays: ClassVar = ()
     by_segment: ClassVar[bool] = True  # whether B registers come a pair of segments each
 
     def load(self, unit: Unit, have: dict[str, Any]) -> dict[str, Any]:
@@ -95,6 +97,7 @@ class FloatValues:
 
     codes: ValueCodes
     lift: int = 14  # probabilities alone reach float16
+    arrays: ClassVar = ("fp8_scale",)
     by_segment: ClassVar[bool] = False  # whether B registers come a pair of segments each
 
     def load(self, unit: Unit, have: dict[str, Any]) -> dict[str, Any]:

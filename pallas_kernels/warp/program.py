@@ -11,10 +11,12 @@ from pallas_kernels import compat
 from pallas_kernels.warp import queries
 from pallas_kernels.warp.codes import table_registers
 from pallas_kernels.warp.keys import ChannelKeys, KeySide, TokenKeys
+from pallas_kernels.warp.operands import Constants
 from pallas_kernels.warp.pairs import pack_f16
 from pallas_kernels.warp.queries import QueryPlan
 from pallas_kernels.warp.simt import full, lane
 from pallas_kernels.warp.sparse import REGISTERS
+from pallas_kernels.warp.values import ValueSide
 
 Array = jax.Array
 
@@ -56,23 +58,22 @@ def _load_sums(key: TokenKeys, ref: Any, program: Any, group: int) -> list[Array
     return [compat.load_words(ref, program, (r * 4 + j) * 4, (group * number + i) * 128)[0] for i in range(number)]
 
 
-class Query:
+class Query(Constants):
     """What key and value sides read besides pages: query registers and constants of the head."""
 
-    def __init__(self, key: KeySide, plan: QueryPlan, refs: dict[str, Any], program: Any, head: Any):
-        zero_share, scale_share, self.offset_factor, self.v_zero, self.v_factor = (
-            compat.load(refs["constants"], head, 0, full(i, jnp.int32), jnp.float32) for i in range(5)
-        )
-        self.shares = _shares(key, zero_share, scale_share) if isinstance(key, ChannelKeys) else []
+    def __init__(self, key: KeySide, value: ValueSide, plan: QueryPlan, refs: dict[str, Any], program: Any, head: Any):
+        super().__init__(key, value, refs, head)
+        self.pairs = _pairs(key, *self.shares) if isinstance(key, ChannelKeys) else []
         self.groups = [Group(key, refs, program, g) for g in range(plan.per_program)]
         self.anew = full(0, jnp.int32)
-        self.table = self.v_table = None
-        if "levels" in refs:
-            levels = [compat.load(refs["levels"], head, 0, full(i, jnp.int32), jnp.float32) for i in range(32)]
-            self.table, self.v_table = table_registers(levels[:16]), table_registers(levels[16:])
+        tables = [
+            table_registers(self.levels(name)) if side.codes.form == "table" else None
+            for name, side in (("k", key), ("v", value))
+        ]
+        self.table, self.v_table = tables
 
 
-def _shares(key: ChannelKeys, zero: Array, scale: Array) -> list[list[tuple[Array, Array]]]:
+def _pairs(key: ChannelKeys, zero: Array, scale: Array) -> list[list[tuple[Array, Array]]]:
     """Factors of a stored offset, two float16 each, for the two registers of every k-step."""
     powers = [[2.0 ** int(shift) for shift in step] for step in queries.shifts_of(key)]
 

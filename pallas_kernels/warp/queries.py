@@ -1,20 +1,18 @@
-"""Query operands of the warp kernels: fragments, query sums and factors, arranged once a step.
+"""Where query values go in the operands of the warp kernels: fragments, query sums, and powers of two by row.
 
 Queries are rounded to float16 after scaling each row by a power of two that fills its range, so their relative error
-is 2**-12 whatever their size; the inverse is part of the row's ``factor``, with which raw scores are multiplied.
+is 2**-12 whatever their size; the inverse multiplies raw scores. :mod:`pallas_kernels.warp.prepare` does the work.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
-from jkv.stages.floats import to_f16
 from pallas_kernels.warp.codes import E2M1_F16_EXPONENT, INT_EXPONENT, shift_of
 from pallas_kernels.warp.keys import ChannelKeys, FloatKeys, KeySide, PowerKeys, TableKeys, TokenKeys
 from pallas_kernels.warp.sparse import REGISTERS
@@ -73,18 +71,14 @@ def fragment_of(side: KeySide) -> Fragment:
     if isinstance(side, TokenKeys) and side.flagged:
         i, j, half = np.ogrid[:REGISTERS, :4, :2]
         copy = np.array([[0, 1], [2, 2]])  # [column parity, half]
-        return Fragment(
-            np.broadcast_to(copy, (1, REGISTERS, 4, 2, 2)),
-            *np.broadcast_arrays(2 * (i % 2) + j // 2 + 0 * half, i // 2, j % 2),
-        )
+        lane, high, own = np.broadcast_arrays(2 * (i % 2) + j // 2 + 0 * half, i // 2, j % 2)
+        return Fragment(np.broadcast_to(copy, (1, REGISTERS, 4, 2, 2)), lane, high, own)
     by_page = isinstance(side, ChannelKeys) and side.flagged
     copies = np.arange(3 if by_page else 1)
     i, j, half = np.ogrid[:2, :4, :2]
-    return Fragment(
-        np.broadcast_to(copies[:, None, None, None, None], (len(copies), 2, 4, 2, 2)),
-        *np.broadcast_arrays(j + 0 * half, i, half),
-        held=not by_page,
-    )
+    lane, high, own = np.broadcast_arrays(j + 0 * half, i, half)
+    copy = np.broadcast_to(copies[:, None, None, None, None], (len(copies), 2, 4, 2, 2))
+    return Fragment(copy, lane, high, own, held=not by_page)
 
 
 def exponent_of(side: KeySide) -> int:
@@ -107,49 +101,63 @@ def headroom(side: KeySide) -> int:
     return 6 if isinstance(side, ChannelKeys) else 15
 
 
-def scaled(side: KeySide, copies: Array) -> tuple[Array, Array]:
-    """Queries ``[B, H, C, M, D]`` times a power of two per row, on float16's grid, and its inverse ``[B, H, M]``.
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What every half of a group's registers holds, for the group's first query; the next ones are 8 lanes on.
 
-    Sums over a query are taken after rounding: then its error meets keys, not codes, which are further from zero.
+    ``index`` are coordinates into what is to be spread, one array a coordinate and one entry a half; ``there`` says
+    where there is anything; halves are zero elsewhere. ``stride`` is how many halves lie between queries, ``halves``
+    how many a group has.
     """
-    largest = jnp.max(jnp.abs(copies), axis=(2, 4))
-    bits = lax.bitcast_convert_type(jnp.maximum(largest, 2.0**-100), jnp.int32)
-    power = (bits >> 23) - 126  # largest < 2**power
-    up = _power_of_two(headroom(side) - power)
-    rounded = to_f16(copies * up[:, :, None, :, None]).astype(jnp.float32)
-    return rounded, _power_of_two(power - headroom(side))
+
+    index: tuple[np.ndarray, ...]
+    there: np.ndarray
+    stride: int
+    halves: int
+
+    def places(self, shape: tuple[int, ...]) -> np.ndarray:
+        """The inverse: the halves that hold each element of ``shape``, int32 ``[most of one, *shape]``, -1 for none."""
+        held: list[list[int]] = [[] for _ in range(math.prod(shape))]
+        at = np.ravel_multi_index(tuple(x[self.there] for x in self.index), shape)
+        for element, place in zip(at, self._place()[self.there], strict=True):
+            held[element].append(int(place))
+        found = np.full((max(map(len, held)), len(held)), -1, np.int32)
+        for element, places in enumerate(held):
+            found[: len(places), element] = places
+        return found.reshape(-1, *shape)
+
+    def empty(self) -> np.ndarray:
+        """The halves that hold nothing."""
+        return self._place()[~self.there].astype(np.int32)
+
+    def _place(self) -> np.ndarray:
+        """Lanes are innermost but for ``stride / 8`` halves: the first query's are the first 8 of 32."""
+        each = self.stride // 8
+        outer, lane, inner = np.ogrid[: self.halves // (32 * each), :8, :each]
+        return (outer * 32 * each + lane * each + inner).ravel()
 
 
-def _power_of_two(exponent: Array) -> Array:
-    return lax.bitcast_convert_type((jnp.clip(exponent, -126, 127) + 127) << 23, jnp.float32)
+def fragment_source(side: KeySide) -> Source:
+    """Where ``(copy, channel)`` go: B registers ``[set][four registers' k-steps][lane][4]`` of a group."""
+    fragment, steps = fragment_of(side), len(side.codes.words.steps)
+    at_once = REGISTERS // fragment.registers  # k-steps of one load
+    loads = steps // at_once
+    which, load, lane, four, half = np.ogrid[: fragment.sets, :loads, :8, :REGISTERS, :2]
+    parity, j = lane // 4, lane % 4
+    step, register = load * at_once + four // fragment.registers, four % fragment.registers
+    copy = fragment.copy[which, register, j, parity, half]
+    place = fragment.lane[register, j, half], fragment.side[register, j, half], fragment.half[register, j, half]
+    channel = side.codes.words.channels[step, *place]
+    index = tuple(x.ravel() for x in np.broadcast_arrays(copy, channel))
+    return Source(index, np.ones(index[0].shape, bool), 64, fragment.sets * loads * 32 * REGISTERS * 2)
 
 
-def fragments(side: KeySide, plan: QueryPlan, queries: Array) -> Array:
-    """uint32 ``[B * H * programs, words]``: B registers, ``[group][set][four registers' k-steps][lane][4]`` a row."""
-    steps, fragment = side.codes.words.steps, fragment_of(side)
-    lanes = np.arange(32)
-    r, j = lanes // 4, lanes % 4
-    row = GROUP * np.arange(plan.groups)[:, None] + r // 2  # [groups, lane]
-    valid = row < plan.rows
-    copy = fragment.copy[:, :, j, r % 2]  # [sets, register, lane, half]
-    place = fragment.lane[:, j], fragment.side[:, j], fragment.half[:, j]  # [register, lane, half]
-    channel = side.codes.words.channels[:, *place]  # [steps, register, lane, half]
-    power = np.float32(2.0) ** -shifts_of(side)[:, place[1]].astype(np.float32)
-    index = np.broadcast_arrays(  # [groups, sets, steps, register, lane, half]
-        copy[None, :, None],
-        np.where(valid, row, 0)[:, None, None, None, :, None],
-        channel[None, None],
-    )
-    picked = queries[:, :, index[0], index[1], index[2]]
-    words = _registers(picked * np.where(valid[:, None, None, None, :, None], power, np.float32(0.0)))
-    at_once = REGISTERS // fragment.registers
-    words = words.reshape(*words.shape[:4], len(steps) // at_once, REGISTERS, 32).swapaxes(-1, -2)
-    return words.reshape(words.shape[0] * words.shape[1] * plan.programs, -1)
-
-
-def _registers(x: Array) -> Array:
-    """float32 ``[..., 2]`` to one register of two float16."""
-    return lax.bitcast_convert_type(x.astype(jnp.float16), jnp.uint32)
+def channel_powers(side: KeySide) -> np.ndarray:
+    """What a query's channel is multiplied by, because its code is read at another bit of a word: float32 ``[D]``."""
+    channels = side.codes.words.channels  # [steps, j, side, half]
+    found = np.ones(channels.size, np.float32)
+    found[channels] = np.float32(2.0) ** -shifts_of(side)[:, None, :, None].astype(np.float32)
+    return found
 
 
 def sum_registers(side: TokenKeys) -> int:
@@ -159,49 +167,34 @@ def sum_registers(side: TokenKeys) -> int:
     return REGISTERS * (2 if side.codes.words.segments > 4 else 1)
 
 
-def query_sums(side: TokenKeys, plan: QueryPlan, queries: Array, ratio: Array) -> Array:
-    """uint32 ``[B * H * programs, words]``: ``[group][register][lane]``, B registers that metadata is multiplied with.
+def sum_source(side: TokenKeys) -> Source:
+    """Where ``(kind, copy, part, segment)`` of query sums go: B registers ``[register][lane]`` of a group.
 
-    A has midpoints in its low columns and scales in its high ones, a pair of segments a lane. A midpoint counts
-    ``ratio: [H]`` (of the multipliers) times the query's sum over the segment, a scale minus the middle code times it.
-    Sums are split in two, rounded to float16 and what that misses: in the even and odd columns of a query or, where
+    A has midpoints (kind 0) in its low columns and scales (kind 1) in its high ones, a pair of segments a lane. Sums
+    are split in two parts, rounded to float16 and what that misses: in the even and odd columns of a query or, where
     those are for its copies (:func:`fragment_of`), in lanes that hold the same metadata or, where all four hold
     different, in a product of their own.
     """
-    segments = side.codes.words.segments
-    sums = queries.reshape(*queries.shape[:-1], segments, 32).sum(-1) * 2.0**INT_EXPONENT  # [B, H, C, M, S]
-    middle = -(2**side.codes.bits - 1) / 2
-    sums = jnp.stack([sums * ratio[None, :, None, None, None], sums * middle], axis=2)  # [B, H, kind, C, M, S]
-    high = sums.astype(jnp.float16).astype(jnp.float32)
-    sums = jnp.stack([high, sums - high], axis=-1)  # [B, H, kind, C, M, S, part]
-    lanes = np.arange(32)
-    r, j = lanes // 4, lanes % 4
-    i, _, half = np.ogrid[: sum_registers(side), :32, :2]
-    r_of, j_of = r[None, :, None], j[None, :, None]
+    segments, count = side.codes.words.segments, sum_registers(side)
+    i, lane, half = np.ogrid[:count, :8, :2]
+    parity, j = lane // 4, lane % 4
     if side.flagged:
-        place = 2 * (i % 2) + j_of // 2  # A's lane
-        kind, copy = i % REGISTERS // 2, np.where(r_of % 2, 2, half)
-        segment = 2 * (place % (segments // 2)) + j_of % 2
+        place = 2 * (i % 2) + j // 2  # A's lane
+        kind, copy = i % REGISTERS // 2, np.where(parity, 2, half)
+        segment = 2 * (place % (segments // 2)) + j % 2
         part = place // (segments // 2) + i // REGISTERS
     else:
-        kind, copy, segment, part = i, 0 * i, 2 * j_of + half, r_of % 2
-    there = (segment < segments) & (part < 2)
-    row = GROUP * np.arange(plan.groups)[:, None] + r // 2
-    row_there = (row < plan.rows)[:, None, :, None]
-    index = np.broadcast_arrays(
-        kind, copy, np.where(row_there[:, 0, :, 0], row, 0)[:, None, :, None], np.where(there, segment, 0), part % 2
-    )
-    picked = sums[:, :, *index]  # [B, H, groups, register, lane, half]
-    words = _registers(jnp.where(there & row_there, picked, 0.0))
-    return words.reshape(words.shape[0] * words.shape[1] * plan.programs, -1)
+        kind, copy, segment, part = i, 0 * i, 2 * j + half, parity
+    index = np.broadcast_arrays(kind, copy, part, segment)
+    there = (index[2] < 2) & (index[3] < segments)
+    return Source(tuple(x.ravel() for x in index), there.ravel(), 16, count * 64)
 
 
-def shares(calib: Any, bits: int) -> tuple[Array, Array, Array]:
-    """Per head: what a midpoint and a scale byte count in a channel's offset, and that offset's unit.
+def shares(scale: Array, zero: Array, bits: int) -> tuple[Array, Array, Array]:
+    """Of a head's multipliers: what a midpoint and a scale byte count in a channel's offset, and that offset's unit.
 
     ``offset = middle * zero_share + scale * scale_share`` stays in float16's range even times 2**8, by which a query
     that meets codes high in their word is smaller; ``x^ = offset * unit + code * scale * scale_mult``.
     """
-    scale, zero = calib["scale_mult"], calib["zero_mult"]
     unit = jnp.maximum(zero, 2.0 * scale) * 16.0
     return zero / unit, -((2**bits - 1) / 2) * scale / unit, unit

@@ -30,6 +30,7 @@ class SegmentValues:
     segments: int
     offset: bool
     lift: int = 5  # probabilities are stored times 2**lift: float16 keeps small ones, and 448 * 32 is in range
+    arrays: ClassVar = ("scale_mult", "zero_mult")
     by_segment: ClassVar[bool] = True  # whether B registers come a pair of segments each
 
     def load(self, unit: Unit, have: dict[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def mma_picking(a: list[Array], b: list[Array], picks: Array, c: list[Array]) ->
 
 
 def by_row(low: Array, high: Array, byte: int) -> Array:
-    """Picks of Y by all of row r where the top bit of a byte of ``low`` is set, by row r + 8 where that of ``high`` is."""
+    """All of row r picks Y where the top bit of a byte of ``low`` is set, row r + 8 where that of ``high`` is."""
     spread = prmt(low, high, 0x1100 * (12 + byte) + 0x0011 * (8 + byte))
     return (spread & jnp.uint32(0x55555555)) | jnp.uint32(0x88888888)
 
@@ -56,7 +56,7 @@ def by_column(low: list[Array], high: list[Array], columns: int) -> Array:
 
     first, last = ([gathered(word) for word in words] for words in (low, high))
     if columns == 8:
-        bits = prmt(prmt(*first, 0x7373), prmt(*last, 0x7373), 0x5410)
+        bits = prmt(prmt(first[0], first[1], 0x7373), prmt(last[0], last[1], 0x7373), 0x5410)
     else:
         bits = prmt(first[0], last[0], 0x7733)
     return bits | jnp.uint32(0x88888888)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ class TokenKeys:
 
     codes: Codes
     flagged: bool
+    arrays: ClassVar = ("scale_mult",)  # what is read of the calibration: the multiplier of scores comes first
 
     @property
     def meta(self) -> Meta:
@@ -86,7 +87,7 @@ class TokenKeys:
         if not self.flagged:
             d = mma(a, group.sums, zero())
             return [[d[0] + d[1]], [d[2] + d[3]]]
-        picks = by_column(*(row["flags"] for row in rows), self.meta.segments)
+        picks = by_column(rows[0]["flags"], rows[1]["flags"], self.meta.segments)
         d = zero()
         for first in range(0, len(group.sums), REGISTERS):
             d = mma_picking(a, group.sums[first : first + REGISTERS], picks, d)

@@ -76,9 +76,21 @@ def _split(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any
         options=AttentionOptions(),
         interpret=False,
     )
-    copies = _shape((BATCH, HEADS, 3 if scheme.flags != "none" else 1, launch.rows, launch.head_dim), jnp.float32)
+    queries: Any = _shape((BATCH, HEADS, 3 if scheme.flags != "none" else 1, launch.rows, launch.head_dim), jnp.float32)
+    if launch.kernel == "warp":
+        queries = jax.eval_shape(*_prepare(launch, platform))
     rows = _shape((BATCH,), jnp.int32)
-    return function, (calib, copies, pool, _shape((BATCH, BLOCKS), jnp.int32), rows, rows)
+    return function, (calib, queries, pool, _shape((BATCH, BLOCKS), jnp.int32), rows, rows)
+
+
+def _prepare(launch: Launch, platform: str) -> tuple[Any, ...]:
+    scheme, calib, _, _ = _of(launch)
+    q = _shape((BATCH, 1, HEADS * launch.rows, launch.head_dim), jnp.bfloat16)
+
+    def function(calib: Any, q: jax.Array) -> Any:
+        return warp.prepare_queries(scheme, calib, q, HEADS, AttentionOptions(), interpret=False)
+
+    return function, calib, q
 
 
 def _combine(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -111,4 +123,10 @@ def _flush(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any
     return functools.partial(flush.flush, scheme, interpret=False), (calib, tail, tail, pool, row, row)
 
 
-_OTHERS: dict[str, Callable[..., Any]] = {"combine": _combine, "write": _write, "warp_write": _write, "flush": _flush}
+_OTHERS: dict[str, Callable[..., Any]] = {
+    "prepare": lambda launch, platform: (_prepare(launch, platform)[0], _prepare(launch, platform)[1:]),
+    "combine": _combine,
+    "write": _write,
+    "warp_write": _write,
+    "flush": _flush,
+}

@@ -12,11 +12,11 @@ import pytest
 from jkv import page as pages
 from jkv.errors import JkvError
 from jkv.registry import parse
-from pallas_kernels import lane_decode
+from pallas_kernels import lane_decode, warp
 from pallas_kernels.config import DecodeConfig
 from pallas_kernels.options import AttentionOptions
 from tests import cases
-from tests.pallas_kernels import paged
+from tests.pallas_kernels import fragments, paged
 from tests.pallas_kernels.devices import INTERPRET
 from tests.pallas_kernels.test_decode import spoil
 
@@ -64,7 +64,8 @@ def run(
         options=options,
         interpret=INTERPRET,
     )
-    operands = (pool.calib, copies, spoil(pool, stored), pool.block_table, jnp.asarray(stored), jnp.asarray(first))
+    queries = fragments.prepared(pool.scheme, pool.calib, copies) if module is warp else copies
+    operands = (pool.calib, queries, spoil(pool, stored), pool.block_table, jnp.asarray(stored), jnp.asarray(first))
     return paged.merge(*jax.jit(split)(*operands))
 
 
