@@ -17,14 +17,13 @@ from jkv import page as pages
 from jkv.cache import KVCache, sealed_tokens, take_mean
 from jkv.core import PAGE_TOKENS, Array, Scheme
 from jkv.errors import JkvError
-from pallas_kernels import decode, lane_decode, scaled, warp
+from pallas_kernels import decode, lane_decode, prepare, query, scaled, warp
 from pallas_kernels.checks import check_exact, check_shapes, check_values
 from pallas_kernels.combine import combine
 from pallas_kernels.config import DecodeConfig, decode_config, has_scaled_products, layout_key, resolve
 from pallas_kernels.exact import Exact, Lengths
 from pallas_kernels.extend import first_visible
 from pallas_kernels.options import AttentionOptions, check_options
-from pallas_kernels.query import prepare_copies
 
 _MOST_ROWS = 16  # query rows of a register-level program, which reads the cache anew for every eight
 _DEFAULT = AttentionOptions()
@@ -185,8 +184,10 @@ def _launch(
     split_attention = _split_kernel(config, scheme, dim, q.shape[1] * (q.shape[2] // heads), first.ndim == 2)
     if split_attention is warp.split_attention:
         queries: Any = warp.prepare_queries(scheme, calib, q, heads, options, interpret=interpret)
+    elif prepare.supports(dim):
+        queries = prepare.prepare_copies(scheme, calib, q, heads, options, interpret=interpret)
     else:
-        queries = prepare_copies(scheme, calib, q, heads, options)
+        queries = query.prepare_copies(scheme, calib, q, heads, options)
     partial = split_attention(
         scheme,
         calib,

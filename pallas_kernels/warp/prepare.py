@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,12 +16,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jkv.core import SEGMENT, Scheme
-from jkv.rotate import turn
-from jkv.stages.floats import e4m3_decode, e4m3_encode, to_f16
+from jkv.stages.floats import to_f16
 from pallas_kernels import compat
 from pallas_kernels.geometry import iota
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.tables import HeadArrays, arrays_read, spec_of
+from pallas_kernels.prepare import QueryShape, calib_arrays, load_rows, shape_of, turned
+from pallas_kernels.tables import HeadArrays, spec_of
 from pallas_kernels.warp import queries
 from pallas_kernels.warp.codes import INT_EXPONENT
 from pallas_kernels.warp.keys import KeySide, TokenKeys
@@ -35,14 +34,9 @@ _NUM_WARPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    scheme: Scheme
+    shape: QueryShape
     key: KeySide
     plan: QueryPlan
-    steps: int
-    heads: int
-    group: int
-    head_dim: int
-    factor: float
     fragments: queries.Source
     sums: queries.Source | None
     tables: tuple[str, ...]
@@ -82,23 +76,16 @@ def prepare_queries(
     float16's upper range, whose inverse is kept. Query sums are taken after rounding: then its error meets keys, not
     codes, which are further from zero.
     """
-    batch, steps, q_heads, dim = q.shape
-    key, _ = sides_of(scheme, dim)
-    group = q_heads // num_kv_heads
-    plan = plan_of(group * steps)
-    row = jax.ShapeDtypeStruct((GROUP * plan.groups, dim), jnp.float32)
-    arrays = {} if scheme.flags != "none" else arrays_read(scheme.k.query, calib["k"], row)
+    shape, batch = shape_of(scheme, q, num_kv_heads, options), q.shape[0]
+    key, _ = sides_of(scheme, shape.head_dim)
+    plan = plan_of(shape.rows)
+    arrays = calib_arrays(shape, calib, GROUP * plan.groups)
     fragments, sums = queries.fragment_source(key), queries.sum_source(key) if isinstance(key, TokenKeys) else None
     tables = tables_of(key)
     static = _Static(
-        scheme=scheme,
+        shape=shape,
         key=key,
         plan=plan,
-        steps=steps,
-        heads=num_kv_heads,
-        group=group,
-        head_dim=dim,
-        factor=options.query_factor(dim),
         fragments=fragments,
         sums=sums,
         tables=tuple(tables),
@@ -127,7 +114,7 @@ def prepare_queries(
         name="jkv_prepare_queries",
     )(*operands, *arrays.values())
     inverse = out[0].reshape(batch, num_kv_heads, plan.rows)
-    return Queries(out[1], inverse, out[2] if len(out) > 2 else None, head_dim=dim)
+    return Queries(out[1], inverse, out[2] if len(out) > 2 else None, head_dim=shape.head_dim)
 
 
 def _kernel(static: _Static, q_ref: Any, *refs: Any) -> None:
@@ -137,19 +124,18 @@ def _kernel(static: _Static, q_ref: Any, *refs: Any) -> None:
     calib = HeadArrays(dict(zip(static.arrays, refs[first_out - len(static.arrays) : first_out], strict=True)))
     inverse_ref, fragments_ref, *sums_refs = refs[first_out:]
     batch, head = compat.program_id(0), compat.program_id(1)
-    pair, row = batch * static.heads + head, iota((static.rows,), 0)
-    used = row < static.plan.rows
-    copies = _copies(static, calib, _rows(static, q_ref, batch, head, row, used))
+    pair, row = batch * static.shape.heads + head, iota((static.rows,), 0)
+    copies = turned(static.shape, calib, load_rows(static.shape, q_ref, batch, head, row))
     largest = functools.reduce(jnp.maximum, [jnp.max(jnp.abs(copy), axis=1) for copy in copies])
     bits = lax.bitcast_convert_type(jnp.maximum(largest, 2.0**-100), jnp.int32)
     power = (bits >> 23) - 126  # largest < 2**power
     headroom = queries.headroom(static.key)
     up = _power_of_two(headroom - power)
-    compat.store(inverse_ref, pair, 0, row, _power_of_two(power - headroom), mask=used)
+    compat.store(inverse_ref, pair, 0, row, _power_of_two(power - headroom), mask=row < static.shape.rows)
     rounded = [to_f16(copy * up[:, None]).astype(jnp.float32) for copy in copies]
 
     fragments = _Out(static, fragments_ref, pair, row, static.fragments)
-    width = iota((static.head_dim,), 0)
+    width = iota((static.shape.head_dim,), 0)
     powers = compat.load(tables["powers"], 0, 0, width, jnp.float32)
     for number in range(tables["fragments_at"].shape[0]):
         place = compat.load(tables["fragments_at"], number, 0, width, jnp.int32)
@@ -165,28 +151,10 @@ def _kernel(static: _Static, q_ref: Any, *refs: Any) -> None:
         store(empty, jnp.zeros((static.rows, empty.shape[0]), jnp.float32))
 
 
-def _rows(static: _Static, q_ref: Any, batch: Array, head: Array, row: Array, used: Array) -> Array:
-    """The queries of a KV head, float32 ``[rows, D]``; zeros where there are none."""
-    member, step = lax.div(row, jnp.int32(static.steps)), lax.rem(row, jnp.int32(static.steps))
-    place = step * (static.heads * static.group) + head * static.group + member
-    index = place[:, None] * static.head_dim + iota((static.rows, static.head_dim), 1)
-    mask = jnp.broadcast_to(used[:, None], index.shape)
-    return compat.load(q_ref, batch, 0, index, q_ref.dtype, mask=mask).astype(jnp.float32)
-
-
-def _copies(static: _Static, calib: Mapping[str, Any], q: Array) -> list[Array]:
-    """What :meth:`jkv.core.Codec.query` stacks, one by one: kernels do not concatenate."""
-    copies = [q, turn(q, "segment"), turn(q, "head")] if static.scheme.flags != "none" else None
-    copies = copies or [static.scheme.k.query(calib, q).reshape(q.shape)]
-    if static.scheme.query_dtype == "fp8":
-        copies = [e4m3_decode(e4m3_encode(copy)) for copy in copies]
-    return [copy * static.factor for copy in copies]
-
-
 def _sums(static: _Static, scale: Array, zero: Array, rounded: list[Array]) -> list[Array]:
     """Query sums over segments ``[rows, S]``: as midpoints count them, every copy's rounded part and what that misses,
     then as scales do."""
-    segments, middle = static.head_dim // SEGMENT, -(2**static.key.codes.bits - 1) / 2
+    segments, middle = static.shape.head_dim // SEGMENT, -(2**static.key.codes.bits - 1) / 2
     sums = [jnp.sum(x.reshape(static.rows, segments, SEGMENT), axis=2) * 2.0**INT_EXPONENT for x in rounded]
     found = []
     for x in (x * factor for factor in (zero / scale, middle) for x in sums):

@@ -16,6 +16,7 @@ from jkv.registry import parse
 from pallas_kernels import build, combine, compat, decode, flush, lane_decode, scaled, warp, write
 from pallas_kernels.config import DecodeConfig, decode_config, layout_key
 from pallas_kernels.options import AttentionOptions
+from pallas_kernels.prepare import prepare_copies
 from pallas_kernels.warp.writable import at_once
 from tests import cases
 
@@ -87,8 +88,10 @@ def _prepare(launch: Launch, platform: str) -> tuple[Any, ...]:
     scheme, calib, _, _ = _of(launch)
     q = _shape((BATCH, 1, HEADS * launch.rows, launch.head_dim), jnp.bfloat16)
 
+    prepare = warp.prepare_queries if launch.kernel in ("warp", "prepare") else prepare_copies
+
     def function(calib: Any, q: jax.Array) -> Any:
-        return warp.prepare_queries(scheme, calib, q, HEADS, AttentionOptions(), interpret=False)
+        return prepare(scheme, calib, q, HEADS, AttentionOptions(), interpret=False)
 
     return function, calib, q
 
@@ -125,6 +128,7 @@ def _flush(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any
 
 _OTHERS: dict[str, Callable[..., Any]] = {
     "prepare": lambda launch, platform: (_prepare(launch, platform)[0], _prepare(launch, platform)[1:]),
+    "copies": lambda launch, platform: (_prepare(launch, platform)[0], _prepare(launch, platform)[1:]),
     "combine": _combine,
     "write": _write,
     "warp_write": _write,

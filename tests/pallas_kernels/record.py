@@ -19,6 +19,7 @@ PORTABLE = (
     *(Launch("generic", spec) for spec in ("bf16", "fp8", KIVI)),
     *(Launch("lane", spec) for spec in (AUTO, KIVI, "ultraquant", "ultra-tq")),
     Launch("scaled", "ultraquant:rule=ocp,query=fp8,rotate_v=on"),
+    *(Launch("copies", spec) for spec in (AUTO, "ultraquant")),
     Launch("combine", AUTO),
     Launch("write", AUTO, rows=256),
     Launch("write", "ultraquant", rows=256),
@@ -26,6 +27,7 @@ PORTABLE = (
 )
 NVIDIA = (
     *(Launch("warp", spec) for spec in (AUTO, KIVI, "ultraquant", "ultra-tq", "fp8", "rtn:bits=2")),
+    *(Launch("prepare", spec) for spec in (AUTO, KIVI, "ultraquant")),
     *(Launch("warp_write", spec, rows=256) for spec in ("rtn:bits=2", "flagrot-auto:bits=4,mode=fixed")),
 )
 SHIPPED = tuple((launch, target) for launch in PORTABLE for target in build.TARGETS) + tuple(

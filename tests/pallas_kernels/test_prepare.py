@@ -1,4 +1,4 @@
-"""The kernel that prepares queries against the same in plain ``jax.numpy``."""
+"""The kernels that prepare queries against the same in plain ``jax.numpy``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jkv.registry import parse
-from pallas_kernels import warp
+from pallas_kernels import prepare, warp
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.query import prepare_copies
 from pallas_kernels.warp import queries
@@ -51,6 +51,16 @@ def test_queries_are_those_of_the_plain_form(spec: str, head_dim: int, group: in
         # What rounding misses is a difference of sums, whose order is the backend's.
         halves = [np.asarray(x).view(np.float16).astype(np.float64) for x in (got.sums, want.sums)]
         np.testing.assert_allclose(*halves, atol=2e-3 * np.abs(halves[1]).max())
+
+
+@pytest.mark.parametrize(("spec", "head_dim", "group", "steps"), [*FEW, ("bf16", 128, 3, 7), ("rtn:bits=3", 64, 1, 33)])
+def test_copies_are_those_of_the_plain_form(spec: str, head_dim: int, group: int, steps: int):
+    scheme = parse(spec)
+    calib = cases.bound(scheme, head_dim, HEADS)
+    q = jnp.asarray(np.random.default_rng(0).standard_normal((2, steps, HEADS * group, head_dim)), jnp.bfloat16)
+    options = AttentionOptions(scale=0.3)
+    got = jax.jit(lambda q: prepare.prepare_copies(scheme, calib, q, HEADS, options, interpret=INTERPRET))(q)
+    np.testing.assert_array_equal(got, prepare_copies(scheme, calib, q, HEADS, options))
 
 
 @pytest.mark.parametrize("spec", SPECS)
