@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.warp.key_codes import Codes, operand
 from pallas_kernels.warp.key_codes import zero as zero_tile
-from pallas_kernels.warp.ops import prmt
+from pallas_kernels.warp.ops import fma, prmt
 from pallas_kernels.warp.pairs import e4m3_to_f16, half2
 from pallas_kernels.warp.simt import lane, mma
 from pallas_kernels.warp.unit import Unit
@@ -55,7 +55,7 @@ class ChannelKeys:
                 for step, registers in zip(self.codes.words.steps, scaled, strict=True):
                     d = mma(operand(unpacked[tile][0], unpacked[tile][1], step), registers, d)
                 for half in range(2):
-                    found[tile][half].append(d[2 * half] + offset[2 * half] * query.offset_factor)
+                    found[tile][half].append(fma(offset[2 * half], query.offset_factor, d[2 * half]))
         return found
 
     def _metadata(self, loaded: dict[str, Any], query: Any) -> tuple[list[list[Array]], list[list[Array]]]:

@@ -119,15 +119,16 @@ def _kernel(*refs: Any, key: KeySide, value: ValueSide, static: Static) -> None:
         for row in rows
     ]
 
-    def compute(state: online.State, number: Array, unit: Unit, loaded: dict[str, Any]) -> online.State:
+    def scores_of(number: Array, loaded: dict[str, Any]) -> Any:
         # Nobody but us knows that this is zero: without it the compiler keeps in registers what is to be read again.
         query.anew = full(0, jnp.int32) + jnp.minimum(number, 0)
-        scores = key.scores(loaded, query)
-        if travel.ahead and travel.late:
-            loaded = loaded | value.load(unit, loaded)
+        return key.scores(loaded, query)
+
+    def add(state: online.State, number: Array, scores: Any, loaded: dict[str, Any]) -> online.State:
         return online.add_unit(state, scores, loaded, value, query, factor, static.softcap, walk.visible(number))
 
-    state, merge = (_through_cache if travel.ahead else _through_registers)(key, value, travel, walk, compute, plan)
+    through = _through_cache if travel.ahead else _through_registers
+    state, merge = through(key, value, travel, walk, scores_of, add, online.empty(value, plan.per_program))
     place = (batch * heads + head) * splits + split
     for g in range(plan.per_program):
         valid = rows[g] < plan.rows
@@ -138,7 +139,7 @@ def _kernel(*refs: Any, key: KeySide, value: ValueSide, static: Static) -> None:
 
 
 def _through_registers(
-    key: KeySide, value: ValueSide, travel: Travel, walk: Walk, compute: Any, plan: QueryPlan
+    key: KeySide, value: ValueSide, travel: Travel, walk: Walk, scores_of: Any, add: Any, empty: online.State
 ) -> tuple[online.State, Array | bool]:
     """All units, the next one on its way to registers while one is computed."""
 
@@ -153,16 +154,16 @@ def _through_registers(
         if travel.late:
             loaded = loaded | value.load(unit, loaded)
         following = walk.block_of(number + 2)
-        return later, coming, following, compute(state, number, unit, loaded)
+        return later, coming, following, add(state, number, scores_of(number, loaded), loaded)
 
     begin = walk.begin
     block = walk.block_of(begin)
-    carry = load(walk.unit(begin, block)), block, walk.block_of(begin + 1), online.empty(value, plan.per_program)
+    carry = load(walk.unit(begin, block)), block, walk.block_of(begin + 1), empty
     return jax.lax.fori_loop(begin, walk.end, body, carry)[-1], False
 
 
 def _through_cache(
-    key: KeySide, value: ValueSide, travel: Travel, walk: Walk, compute: Any, plan: QueryPlan
+    key: KeySide, value: ValueSide, travel: Travel, walk: Walk, scores_of: Any, add: Any, empty: online.State
 ) -> tuple[online.State, Array]:
     """All units, ``travel.ahead`` of them on their way to the first cache."""
     fetch, begin, ahead = walk.prefetch(), walk.begin, travel.ahead
@@ -176,7 +177,10 @@ def _through_cache(
             loaded = loaded | value.load(unit, loaded)
         words = fetch.load(walk.unit(number + ahead, blocks[ahead]))
         following = walk.block_of(number + ahead + 1)
-        return (*blocks[1:], following), words, seen, compute(state, number, unit, loaded)
+        scores = scores_of(number, loaded)
+        if travel.late:
+            loaded = loaded | value.load(unit, loaded)
+        return (*blocks[1:], following), words, seen, add(state, number, scores, loaded)
 
     blocks = tuple(walk.block_of(begin + i) for i in range(ahead + 1))
     seen = full(0, jnp.uint32)
@@ -184,9 +188,7 @@ def _through_cache(
     for i in range(ahead):
         seen = fold(seen, words)
         words = fetch.load(walk.unit(begin + i, blocks[i]))
-    _, words, seen, state = jax.lax.fori_loop(
-        begin, walk.end, body, (blocks, words, seen, online.empty(value, plan.per_program))
-    )
+    _, words, seen, state = jax.lax.fori_loop(begin, walk.end, body, (blocks, words, seen, empty))
     return state, fold(seen, words) == 0
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from pallas_kernels.decode_kernel import NOTHING
 from pallas_kernels.options import LOG2_E
-from pallas_kernels.warp.ops import exp2
+from pallas_kernels.warp.ops import exp2, fma
 from pallas_kernels.warp.program import Query
 from pallas_kernels.warp.simt import full, lane, max_over_rows
 from pallas_kernels.warp.unit import TILE
@@ -107,7 +107,7 @@ def add_unit(
         for half in range(2):
             here = None if seen is None else seen[half]
             for g in groups:
-                one = exp2(scores[tile][half][g] * scale[g] - m[g])
+                one = exp2(fma(scores[tile][half][g], scale[g], m[g], minus=True))
                 p[g].append(one if here is None else jnp.where(here, one, 0.0))
                 l[g] = l[g] + p[g][half]
             for g, weight in enumerate(value.weigh(loaded, tile, half, [p[g][half] for g in groups], here)):

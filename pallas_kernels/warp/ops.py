@@ -58,6 +58,17 @@ def _select_bits_plain(low: Array, high: Array, mask: Array) -> list[Array]:
     return [(low & ~mask) | (high & mask)]
 
 
+def and_or(x: Array, mask: int, bits: int) -> Array:
+    """``(x & mask) | bits``, which compilers make two instructions of where both are written into them."""
+    text = Text("lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r")
+    constants = [full(value, jnp.uint32) for value in (mask, bits)]
+    return compat.asm([x, *constants], [jnp.uint32], _and_or_plain, ptx=text)[0]
+
+
+def _and_or_plain(x: Array, mask: Array, bits: Array) -> list[Array]:
+    return [(x & mask) | bits]
+
+
 def max_of_three(a: Array, b: Array, c: Array) -> Array:
     """The maximum of int32 or of uint32: one instruction from sm_90 on."""
     kind = "s32" if a.dtype == jnp.int32 else "u32"

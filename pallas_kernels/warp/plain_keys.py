@@ -9,11 +9,20 @@ import jax
 
 from pallas_kernels.warp.key_codes import Codes, zero
 from pallas_kernels.warp.meta import Meta
+from pallas_kernels.warp.ops import fma
 from pallas_kernels.warp.pairs import unpack_f16
 from pallas_kernels.warp.simt import lane
 from pallas_kernels.warp.unit import TILE, Unit
 
 Array = jax.Array
+
+
+def _weighted(scale: list[Array], dots: list[list[Array]], half: int) -> Array:
+    """The dots of a row half, segment by segment, times their scales."""
+    total = scale[0] * dots[0][2 * half]
+    for s, d in zip(scale[1:], dots[1:], strict=True):
+        total = fma(s, d[2 * half], total)
+    return total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +47,7 @@ class PowerKeys:
             for group in query.groups:
                 dots = self.codes.dots(loaded["k_codes"][tile], group.registers(0, query.anew), None)
                 for half in range(2):
-                    halves[half].append(sum(s * d[2 * half] for s, d in zip(scale[half], dots, strict=True)))
+                    halves[half].append(_weighted(scale[half], dots, half))
             found.append(halves)
         return found
 
@@ -102,6 +111,6 @@ class TableKeys:
                 dots = self.codes.dots(loaded["k_codes"][tile], b, query.table)
                 for half in range(2):
                     scale = self.meta.floats(self.meta.e4m3(self.meta.row(loaded["k_scale"][tile], half)))
-                    halves[half].append(sum(s * d[2 * half] for s, d in zip(scale, dots, strict=True)))
+                    halves[half].append(_weighted(scale, dots, half))
             found.append(halves)
         return found

@@ -14,7 +14,7 @@ from jax import lax
 
 from pallas_kernels import compat
 from pallas_kernels.compat import Text
-from pallas_kernels.warp.ops import prmt
+from pallas_kernels.warp.ops import and_or, prmt
 from pallas_kernels.warp.pairs import halves
 from pallas_kernels.warp.simt import LANES
 
@@ -41,7 +41,7 @@ def mma_picking(a: list[Array], b: list[Array], picks: Array, c: list[Array]) ->
 def by_row(low: Array, high: Array, byte: int) -> Array:
     """All of row r picks Y where the top bit of a byte of ``low`` is set, row r + 8 where that of ``high`` is."""
     spread = prmt(low, high, 0x1100 * (12 + byte) + 0x0011 * (8 + byte))
-    return (spread & jnp.uint32(0x55555555)) | jnp.uint32(0x88888888)
+    return and_or(spread, 0x55555555, 0x88888888)
 
 
 def by_column(low: list[Array], high: list[Array], columns: int) -> Array:

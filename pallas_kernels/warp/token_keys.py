@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.warp.key_codes import Codes, operand, zero
 from pallas_kernels.warp.meta import Meta
+from pallas_kernels.warp.ops import fma
 from pallas_kernels.warp.simt import mma
 from pallas_kernels.warp.sparse import REGISTERS, by_column, by_row, mma_picking
 from pallas_kernels.warp.unit import Unit
@@ -47,8 +48,8 @@ class TokenKeys:
                 for g, b in enumerate(registers):
                     d = self._chain(unpacked, steps, b, picks)
                     for half, row in enumerate(rows):
-                        columns = enumerate(sums[g][half])
-                        sums[g][half] = [x + row["scale"][segment] * d[2 * half + column] for column, x in columns]
+                        columns = zip(d[2 * half :], sums[g][half], strict=False)
+                        sums[g][half] = [fma(row["scale"][segment], dot, x) for dot, x in columns]
             found.append([[_own(row, own[half]) for own in sums] for half, row in enumerate(rows)])
         return found
 
