@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jkv.errors import JkvError
-from pallas_kernels.compat import Lowered
+from pallas_kernels.lowered import Lowered
 
 # target: (Triton's backend, architecture, threads of a warp, platform to lower for)
 TARGETS: dict[str, tuple[str, Any, int, str]] = {
@@ -32,7 +32,7 @@ TARGETS: dict[str, tuple[str, Any, int, str]] = {
 class Compiled:
     """One kernel for one GPU, and what it takes of a multiprocessor (or compute unit)."""
 
-    name: str
+    name: str  # of the function in the binary
     target: str
     assembly: str  # PTX, or AMD GCN assembly
     binary: bytes  # cubin or hsaco
@@ -41,6 +41,8 @@ class Compiled:
     spills: int  # vector registers a thread that went to memory
     shared_bytes: int
     num_warps: int
+    threads: int  # of a program
+    parameters: int  # pointers that a launch passes: those of the kernel, then scratch that this release of triton adds
 
 
 def available() -> bool:
@@ -108,8 +110,9 @@ def compile(lowered: Lowered, target: str, options: Mapping[str, Any] | None = N
         assembly = forms["ptx" if backend_name == "cuda" else "amdgcn"]
         binary = forms["cubin" if backend_name == "cuda" else "hsaco"]
         registers, spills = _usage_nvidia(binary, folder) if backend_name == "cuda" else _usage_amd(assembly)
+    num_warps = int(metadata["num_warps"])
     return Compiled(
-        name=lowered.name,
+        name=str(metadata.get("name", lowered.name)),
         target=target,
         assembly=assembly,
         binary=binary,
@@ -117,7 +120,9 @@ def compile(lowered: Lowered, target: str, options: Mapping[str, Any] | None = N
         registers=registers,
         spills=spills,
         shared_bytes=int(metadata["shared"]),
-        num_warps=int(metadata["num_warps"]),
+        num_warps=num_warps,
+        threads=num_warps * threads,
+        parameters=_parameters(assembly, backend_name),
     )
 
 
@@ -136,6 +141,13 @@ def sass(compiled: Compiled) -> str:
         path = pathlib.Path(folder, "kernel.cubin")
         path.write_bytes(compiled.binary)
         return _tool("nvdisasm", "-c", "-plr", str(path))
+
+
+def _parameters(assembly: str, backend: str) -> int:
+    if backend == "cuda":
+        header = assembly[assembly.index(".entry") : assembly.index("{", assembly.index(".entry"))]
+        return len(re.findall(r"^\s*\.param\s", header, re.MULTILINE))
+    return len(re.findall(r"^\s*(?:- )?\.value_kind:\s+global_buffer", assembly, re.MULTILINE))
 
 
 def _usage_nvidia(cubin: bytes, folder: str) -> tuple[int, int]:

@@ -31,6 +31,7 @@ from jax._src.state import types as state_types
 from jax.experimental.pallas import triton as plgpu
 
 from jkv.stages.floats import e2m1_decode, ue8m0_decode
+from pallas_kernels.lowered import Lowered as Lowered
 
 Array = jax.Array
 
@@ -134,9 +135,10 @@ def load(
     """Elements ``index`` (a tile of int32) of the ``dtype`` array that starts ``offset`` bytes into row ``row``.
 
     ``ref`` is a whole operand (``pl.BlockSpec(memory_space=pl.ANY)``) of any shape; a row is its last axis. ``offset``
-    must be a multiple of the item size; an index may lead beyond the row, into those that follow. Elements where ``mask`` is false are ``other`` and are not read. ``evict`` is
-    Triton's eviction policy, ``"evict_first"`` for data that is read once. ``row`` may be a tile that broadcasts to
-    ``index``, of the same rank: then every element has a row of its own.
+    must be a multiple of the item size; an index may lead beyond the row, into those that follow. Elements where
+    ``mask`` is false are ``other`` and are not read. ``evict`` is Triton's eviction policy, ``"evict_first"`` for data
+    that is read once. ``row`` may be a tile that broadcasts to ``index``, of the same rank: then every element has a
+    row of its own.
     """
     args = [ref, jnp.int32(row), jnp.int32(offset), index]
     if mask is not None:
@@ -482,17 +484,6 @@ def _dot_scaled_lowering(ctx: Any, a: Any, b: Any, b_scale: Any):
 
 
 # -- lowering without a device ----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Lowered:
-    """One kernel as Triton IR text, with its launch parameters."""
-
-    name: str
-    text: str
-    grid: tuple[int, int, int]
-    num_warps: int
-    num_stages: int
 
 
 @contextlib.contextmanager
