@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pallas_kernels import decode, lane_decode, warp
 from pallas_kernels.config import DecodeConfig
 from pallas_kernels.options import AttentionOptions
-from tests.pallas_kernels import paged
+from tests.pallas_kernels import fragments, paged
 from tests.pallas_kernels.devices import INTERPRET, on_gpu
 from tests.pallas_kernels.test_decode import spoil
 from tests.pallas_kernels.test_lane_decode import assert_close
@@ -58,7 +58,8 @@ def test_random_rows(module, spec, head_dim):
     def check(stored, skipped, seed):
         stored, first = np.array(stored, np.int32), np.array(skipped, np.int32)
         copies = paged.copies(pool, QUERIES, seed)
-        operands = (pool.calib, copies, spoil(pool, stored), pool.block_table, jnp.asarray(stored), jnp.asarray(first))
+        queries = fragments.prepared(pool.scheme, pool.calib, copies) if module is warp else copies
+        operands = (pool.calib, queries, spoil(pool, stored), pool.block_table, jnp.asarray(stored), jnp.asarray(first))
         got = paged.merge(*split(*operands))
         assert_close(got, paged.attention(pool, copies, stored, first), stored, first, mass=6e-3)
 
