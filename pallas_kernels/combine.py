@@ -25,8 +25,8 @@ from pallas_kernels.options import LOG2_E, AttentionOptions
 from pallas_kernels.sizes import SPLITS, size, sizes_of
 from pallas_kernels.tables import HeadArrays, arrays_read, spec_of
 
+FEW_SPLITS = (4, 16)  # up to so many splits are merged at once, by a kernel of their own that needs fewer registers
 _TILE = 8192  # elements of partial results that a program holds at a time
-_FEW_SPLITS = (4, 16)  # no more splits than these are merged without a loop, and without loading for those that are not
 _NUM_WARPS = 4
 
 
@@ -78,6 +78,7 @@ def combine(
         head_dim=dim,
         width=columns,
         column_tiles=dim // columns,
+        at_once=next((few for few in FEW_SPLITS if splits <= few), None),
         scale=options.score_scale(dim),
         softcap=options.softcap,
         window=options.window,
@@ -112,9 +113,9 @@ def _kernel(static: Static, *refs: Any) -> None:
     if any(stage.turns for stage in static.scheme.v.stages):
         state = state._replace(out=static.scheme.v.turn_back(calib, state.out))
     here = Here(static, ref, batch, head, pair, row, first)
-    for name, size in static.sizes:
+    for name, tokens in static.sizes:
         part = functools.partial(here.tile, name)
-        tiles = pl.cdiv(size, TOKENS)
+        tiles = pl.cdiv(tokens, TOKENS)
         state = part(0, state) if tiles == 1 else lax.fori_loop(0, tiles, part, state)
     total = state.total
     if "sink_logits" in ref:
@@ -131,19 +132,16 @@ def _kernel(static: Static, *refs: Any) -> None:
 def _merge(static: Static, ref: dict[str, Any], pair: Array, row: Array, first: Array) -> Softmax:
     """The splits' partial results as one, several splits at a time.
 
-    Few rows are merged as few, which leaves room for more splits at a time, and repeated at the end: the rest of a
-    program wants the rows of a matrix operand.
+    ``static.at_once`` is how many there are at most; None for any number. Few rows are merged as few, which leaves room
+    for more splits at a time, and repeated at the end: the rest of a program wants the rows of a matrix operand.
     """
     few = static.merged_rows
+    most = max(_TILE // (few * static.width), 1)
+    many = min(static.at_once or most, most)
     row = row if few == ROWS else iota((few,), 0)
     splits = size(ref["sizes"], SPLITS)
-    empty = Softmax(
-        jnp.full((few,), NOTHING, jnp.float32),
-        jnp.zeros((few,), jnp.float32),
-        jnp.zeros((few, static.width), jnp.float32),
-    )
 
-    def several(many: int, number: Any, state: Softmax) -> Softmax:
+    def several(number: Any, state: Softmax) -> Softmax:
         split = number * many + iota((many, few), 0)
         at = split * static.rows + row[None, :]
         valid = (split < splits) & (row < static.rows)[None, :]
@@ -158,16 +156,15 @@ def _merge(static: Static, ref: dict[str, Any], pair: Array, row: Array, first: 
         out = state.out * shrink[:, None] + jnp.sum(o * weight[:, :, None], axis=0)
         return Softmax(top, state.total * shrink + jnp.sum(l * weight, axis=0), out)
 
-    most = max(_TILE // (few * static.width), 1)
-
-    def all_of_them() -> Softmax:
-        rounds = lax.div(splits + (most - 1), jnp.int32(most))
-        return lax.fori_loop(0, rounds, functools.partial(several, most), empty)
-
-    small = [many for many in _FEW_SPLITS if many < most]
-    branches = [functools.partial(several, many, 0, empty) for many in small]
-    which = sum(((splits > many).astype(jnp.int32) for many in small), jnp.int32(0))
-    merged = lax.switch(which, [*branches, all_of_them])
+    merged = Softmax(
+        jnp.full((few,), NOTHING, jnp.float32),
+        jnp.zeros((few,), jnp.float32),
+        jnp.zeros((few, static.width), jnp.float32),
+    )
+    if static.at_once == many:
+        merged = several(0, merged)
+    else:
+        merged = lax.fori_loop(0, lax.div(splits + (many - 1), jnp.int32(many)), several, merged)
     return merged if few == ROWS else Softmax(*(_repeated(x) for x in merged))
 
 

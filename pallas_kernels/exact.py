@@ -52,6 +52,7 @@ class Static:
     head_dim: int
     width: int
     column_tiles: int
+    at_once: int | None
     scale: float
     softcap: float | None
     window: int | None

@@ -55,12 +55,12 @@ class _Source:
 
 
 def _kernel(
-    sizes: Any, pages_ref: Any, starts: Any, k_ref: Any, v_ref: Any, *refs: Any, scheme: Scheme, layout: Any, pages_per_block: int,
-    prepared: Prepared, source: _Source, num_heads: int, dim: int,
+    sizes: Any, page_ref: Any, start_ref: Any, k_ref: Any, v_ref: Any, *refs: Any, scheme: Scheme, layout: Any,
+    pages_per_block: int, prepared: Prepared, source: _Source, num_heads: int, dim: int,
 ) -> None:  # fmt: skip
     *arrays, _, pool, bad = refs
     row, head = compat.program_id(0), compat.program_id(1)
-    slot, start = (compat.load(ref, 0, 0, row, jnp.int32) for ref in (pages_ref, starts))
+    slot, start = (compat.load(ref, 0, 0, row, jnp.int32) for ref in (page_ref, start_ref))
     bad_at = head * size(sizes, COUNT) + row
     shape = (PAGE_TOKENS, dim)
 

@@ -113,13 +113,13 @@ def launch(
     """The split kernel for any way to score keys."""
     batch, heads, count, rows, dim = copies.shape
     whole = pl.BlockSpec(memory_space=pl.ANY)
-    splits = config.num_splits
+    splits, arrays = config.num_splits, _arrays(static, calib)
     parallel = batch * heads * splits
     o, m, l = pl.pallas_call(
-        functools.partial(_kernel, static),
+        functools.partial(_kernel, static, tuple(arrays)),
         name="jkv_lane_decode",
         grid=(batch, heads * pl.cdiv(rows, static.row_tile), splits),
-        in_specs=[whole] * 8,
+        in_specs=[whole] * (6 + len(arrays)),
         out_specs=[whole] * 3,
         out_shape=[
             jax.ShapeDtypeStruct((parallel, rows * dim), jnp.float32),
@@ -135,8 +135,7 @@ def launch(
         sizes_of(blocks=block_table.shape[1], splits=splits),
         stored,
         first,
-        _multipliers(calib, heads),
-        _tables(calib, heads),
+        *arrays.values(),
     )
     lead = (batch, heads, splits, rows)
     return o.reshape(*lead, dim), m.reshape(lead), l.reshape(lead)
@@ -150,22 +149,21 @@ def _row_tile(rows: int, copies: int, k: Side) -> int:
     return min(max(wanted, 16), 32)
 
 
-def _multipliers(calib: Any, heads: int) -> Array:
-    """Per head: the multipliers of K scales, K offsets, V scales and V offsets, float32 ``[H, 4]``."""
-    ones = jnp.ones(heads, jnp.float32)
-    return jnp.stack([calib[side].get(f"{name}_mult", ones) for side in "kv" for name in ("scale", "zero")], axis=1)
+def _arrays(static: Static, calib: Any) -> dict[str, Array]:
+    """Operands with leading H: multipliers of scales and offsets ``[H, 1]``, byte tables of levels ``uint32[H, 8]``."""
+    names = [(side, f"{name}_mult") for side in "kv" for name in ("scale", "zero")]
+    found = {f"{side}/{name}": calib[side][name][:, None] for side, name in names if name in calib[side]}
+    for side, layout in (("k", static.k), ("v", static.v)):
+        if layout.form == "table":
+            found[f"{side}/table"] = lanes.table(calib[side]["levels"])
+    return found
 
 
-def _tables(calib: Any, heads: int) -> Array:
-    """Per head: the byte tables of K's and of V's levels, uint32 ``[H, 16]``."""
-    none = jnp.zeros((heads, 16), jnp.float32)
-    return jnp.concatenate([lanes.table(calib[side].get("levels", none)) for side in "kv"], axis=1)
-
-
-def _kernel(static: Static, *refs: Any) -> None:
+def _kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
     """One program of the grid ``(B, row tiles * H, splits)``."""
-    copies_ref, pool, table, sizes, stored_ref, first_ref, mult_ref, levels_ref, o_ref, m_ref, l_ref = refs
-    k, v, tokens = static.k, static.v, static.tokens
+    copies_ref, pool, table, sizes, stored_ref, first_ref, *arrays, o_ref, m_ref, l_ref = refs
+    ref = dict(zip(names, arrays, strict=True))
+    v, tokens = static.v, static.tokens
     per_block = static.pages_per_block * PAGE_TOKENS
     batch, program, split = (compat.program_id(axis) for axis in range(3))
     row_tile, head = (op(program, jnp.int32(static.num_kv_heads)) for op in (lax.div, lax.rem))
@@ -173,13 +171,11 @@ def _kernel(static: Static, *refs: Any) -> None:
     pair = batch * static.num_kv_heads + head
     first_row = row_tile * static.row_tile
     stored, low = stored_ref[batch], first_ref[batch]
-    mults = [compat.load(mult_ref, head, 0, jnp.int32(i), jnp.float32) for i in range(4)]
-    k_tables, v_tables = (
-        [compat.load(levels_ref, head, 0, jnp.int32(at + i), jnp.uint32) for i in range(8)]
-        if side.form == "table"
-        else []
-        for at, side in ((0, k), (8, v))
+    k_mults, v_mults = (
+        (_multiplier(ref.get(f"{side}/scale_mult"), head), _multiplier(ref.get(f"{side}/zero_mult"), head))
+        for side in "kv"
     )
+    k_tables, v_tables = (_words(ref.get(f"{side}/table"), head) for side in "kv")
     queries = static.keys.load_queries(copies_ref, pair, first_row)
     rows = queries.blocks * queries.rows
 
@@ -193,7 +189,7 @@ def _kernel(static: Static, *refs: Any) -> None:
         tile = Tile(pool, block * static.num_kv_heads + head, slot, tokens, static.pages_per_block, seen)
         v_scales = tile.metadata(v.scale)
         head_flag = is_signed(v_scales[0], v.scale) if static.flags == "token" else None
-        s = static.keys.scores(queries, tile, (mults[0], mults[1]), k_tables, head_flag)
+        s = static.keys.scores(queries, tile, k_mults, k_tables, head_flag)
         if static.softcap:
             s = jnp.tanh(s * (1.0 / static.softcap)) * (static.softcap * LOG2_E)
         s = jnp.where(seen[None, :], s, -jnp.inf)
@@ -212,10 +208,19 @@ def _kernel(static: Static, *refs: Any) -> None:
     at = pair * splits + split
     row = iota((rows,), 0)
     mask = (row < static.row_tile) & (row + first_row < static.rows)
-    for plane, out in enumerate(values.finish(v, sums, (mults[2], mults[3]))):
+    for plane, out in enumerate(values.finish(v, sums, v_mults)):
         start, stride = v.channels(plane)
         index = (row + first_row)[:, None] * v.head_dim + strided((rows, LANES), (0, stride), start)
         compat.store(o_ref, at, 0, index, out, mask=jnp.broadcast_to(mask[:, None], index.shape))
     compat.store(m_ref, at, 0, row + first_row, m, mask=mask)
     compat.store(l_ref, at, 0, row + first_row, l * 2.0**-values.BOOST, mask=mask)
 
+
+def _multiplier(ref: Any, head: Array) -> Array:
+    """A head's multiplier; 1 where the layout has none."""
+    return jnp.float32(1) if ref is None else compat.load(ref, head, 0, jnp.int32(0), jnp.float32)
+
+
+def _words(ref: Any, head: Array) -> list[Array]:
+    """The words of a byte table, where there is one."""
+    return [] if ref is None else [compat.load(ref, head, 0, jnp.int32(i), jnp.uint32) for i in range(8)]

@@ -34,7 +34,7 @@ from pallas_kernels.sizes import COUNT, size, sizes_of
 from pallas_kernels.warp import write as warp_write
 from pallas_kernels.warp.writable import at_once, supports
 
-_MANY_VALUES = 1 << 21  # from here on there are enough programs, and two passes share what a program does once
+MANY_VALUES = 1 << 21  # from here on there are enough programs, and two passes share what a program does once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,18 +68,20 @@ class WriteConfig:
                 raise JkvError(f"{name}={getattr(self, name)} is not allowed; {name} must be one of {values}")
 
 
-def default_config(scheme: Scheme, head_dim: int, dtype: Any = None, size: int = 0) -> WriteConfig:
+def default_config(scheme: Scheme, head_dim: int, dtype: Any = None, size: int = 0, device: Any = None) -> WriteConfig:
     """The warp kernel where the device and the rows, ``size`` values of ``dtype``, allow it; a prompt gets two passes.
 
     Else 16 tokens a program: enough programs for a decoding step, few enough registers that none spills. A selector
-    holds three candidates and its dot products, a rotation two versions of every key: they get more warps.
+    holds three candidates and its dot products, a rotation two versions of every key: they get more warps. ``device``
+    is the first of JAX by default.
     """
-    if supports(scheme, head_dim, dtype, size) and _has_warp_kernels(jax.devices()[0]):
-        passes = 2 if size >= _MANY_VALUES else 1
+    device = device or jax.devices()[0]
+    if supports(scheme, head_dim, dtype, size) and _has_warp_kernels(device):
+        passes = 2 if size >= MANY_VALUES else 1
         return WriteConfig(passes * at_once(head_dim), kernel="warp")
     wide = max(1, head_dim // 128)
     if _selects(scheme):
-        return selector_config(jax.devices()[0].device_kind)
+        return selector_config(device.device_kind)
     turns = any(stage.turns for codec in (scheme.k, scheme.v) for stage in codec.stages)
     return WriteConfig(16, 2 * wide, 32) if turns or wide > 1 else WriteConfig(16, 1, 16)
 

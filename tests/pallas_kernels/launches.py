@@ -20,7 +20,7 @@ from pallas_kernels.prepare import prepare_copies
 from pallas_kernels.warp.writable import at_once
 from tests import cases
 
-BATCH, HEADS, BLOCKS, PAGES_PER_BLOCK = 2, 2, 4, 2
+HEADS, PAGES_PER_BLOCK = 2, 2
 SPLIT = {"generic": decode, "lane": lane_decode, "scaled": scaled, "warp": warp}
 H200 = "NVIDIA H200"
 
@@ -33,6 +33,9 @@ class Launch:
     spec: str
     head_dim: int = 128
     rows: int = 4
+    batch: int = 2
+    blocks: int = 4  # of a row, and of the pool twice as many and one
+    splits: int = 4
 
     def __str__(self) -> str:
         return f"{self.kernel} {self.spec} d={self.head_dim} m={self.rows}"
@@ -50,9 +53,9 @@ class Launch:
         """What is shipped: tuned for an H200 where this kernel was the best one there, else a default."""
         tuned = decode_config(H200, layout_key(parse(self.spec), self.head_dim), self.head_dim, self.rows)
         if platform == "cuda" and tuned.kernel == self.kernel:
-            return dataclasses.replace(tuned, num_splits=4)
+            return dataclasses.replace(tuned, num_splits=self.splits)
         warps, stages = {"generic": (4, 2), "lane": (2, 2), "scaled": (2, 2), "warp": (1, 1)}[self.kernel]
-        return DecodeConfig(num_splits=4, num_warps=warps, num_stages=stages)
+        return DecodeConfig(num_splits=self.splits, num_warps=warps, num_stages=stages)
 
 
 def _shape(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -63,7 +66,7 @@ def _of(launch: Launch) -> tuple[Any, Any, pages.PageLayout, jax.ShapeDtypeStruc
     scheme = parse(launch.spec)
     calib = jax.tree.map(lambda a: _shape(a.shape, a.dtype), cases.bound(scheme, launch.head_dim, HEADS))
     layout = pages.layout(scheme, launch.head_dim)
-    return scheme, calib, layout, _shape((9, HEADS, PAGES_PER_BLOCK * layout.nbytes), jnp.uint8)
+    return scheme, calib, layout, _shape((2 * launch.blocks + 1, HEADS, PAGES_PER_BLOCK * layout.nbytes), jnp.uint8)
 
 
 def _split(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -77,16 +80,18 @@ def _split(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any
         options=AttentionOptions(),
         interpret=False,
     )
-    queries: Any = _shape((BATCH, HEADS, 3 if scheme.flags != "none" else 1, launch.rows, launch.head_dim), jnp.float32)
+    queries: Any = _shape(
+        (launch.batch, HEADS, 3 if scheme.flags != "none" else 1, launch.rows, launch.head_dim), jnp.float32
+    )
     if launch.kernel == "warp":
         queries = jax.eval_shape(*_prepare(launch, platform))
-    rows = _shape((BATCH,), jnp.int32)
-    return function, (calib, queries, pool, _shape((BATCH, BLOCKS), jnp.int32), rows, rows)
+    rows = _shape((launch.batch,), jnp.int32)
+    return function, (calib, queries, pool, _shape((launch.batch, launch.blocks), jnp.int32), rows, rows)
 
 
 def _prepare(launch: Launch, platform: str) -> tuple[Any, ...]:
     scheme, calib, _, _ = _of(launch)
-    q = _shape((BATCH, 1, HEADS * launch.rows, launch.head_dim), jnp.bfloat16)
+    q = _shape((launch.batch, 1, HEADS * launch.rows, launch.head_dim), jnp.bfloat16)
 
     prepare = warp.prepare_queries if launch.kernel in ("warp", "prepare") else prepare_copies
 
@@ -98,12 +103,12 @@ def _prepare(launch: Launch, platform: str) -> tuple[Any, ...]:
 
 def _combine(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     scheme, calib, _, _ = _of(launch)
-    lead = (BATCH, HEADS, 4, launch.rows)
+    lead = (launch.batch, HEADS, launch.splits, launch.rows)
     partial = (_shape((*lead, launch.head_dim), jnp.float32), _shape(lead, jnp.float32), _shape(lead, jnp.float32))
-    tail = _shape((BATCH, HEADS, PAGE_TOKENS, launch.head_dim), jnp.bfloat16)
-    lengths = combine.Lengths(*[_shape((BATCH,), jnp.int32)] * 4)
+    tail = _shape((launch.batch, HEADS, PAGE_TOKENS, launch.head_dim), jnp.bfloat16)
+    lengths = combine.Lengths(*[_shape((launch.batch,), jnp.int32)] * 4)
     function = functools.partial(combine.combine, scheme, options=AttentionOptions(), interpret=False)
-    q = _shape((BATCH, 1, HEADS * launch.rows, launch.head_dim), jnp.bfloat16)
+    q = _shape((launch.batch, 1, HEADS * launch.rows, launch.head_dim), jnp.bfloat16)
     return function, (calib, q, partial, combine.Exact(tail=(tail, tail)), lengths)
 
 

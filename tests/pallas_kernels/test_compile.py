@@ -51,7 +51,7 @@ def test_errors_name_kernel_and_target():
     with pytest.raises(JkvError, match="target='sm_80' is unknown; target must be one of sm_90, gfx942, gfx950"):
         build.compile(lowered, "sm_80")
     broken = dataclasses.replace(lowered, text=lowered.text.replace("tt.dot", "tt.dots"))
-    with pytest.raises(JkvError, match="triton cannot compile lane_decode for gfx950"):
+    with pytest.raises(JkvError, match="triton cannot compile jkv_lane_decode for gfx950"):
         build.compile(broken, "gfx950")
 
 

@@ -60,8 +60,8 @@ def measure_of(calib: Calib, x: Tensor, measure: str, page_tokens: int) -> Measu
     if measure == "recon":
         return Measured(None, None, page_tokens)
     if measure == "channel":
-        return Measured(_tiles(calib["w_root"]), None, page_tokens)
-    rows = _tiles(calib["queries"])
+        return Measured(tiles(calib["w_root"]), None, page_tokens)
+    rows = tiles(calib["queries"])
     return Measured(rows, _weights(rows, calib["logz"], x), page_tokens)
 
 
@@ -75,7 +75,7 @@ def _snapped(x: Tensor) -> Tensor:
     return snap(x.unflatten(-1, (-1, SEGMENT))).flatten(-2)
 
 
-def _tiles(rows: Tensor) -> Tensor:
+def tiles(rows: Tensor) -> Tensor:
     """Rows ``[H, n, D]`` by segment, ``[H, S, blocks * ROWS, 32]``, snapped; rows beyond n are zero."""
     return snap(_segments(pad(rows.to(torch.float32), (0, 0, 0, -rows.shape[1] % ROWS))))
 
