@@ -2,7 +2,8 @@
 
 Pallas hands its Triton IR to the runtime before Triton's first passes, and the wheel skips them for IR files. Here all
 stages of the backend run, the first one too, because it folds the zero accumulators that Pallas writes into the dots.
-Nothing is cached: the stages run in memory.
+Nothing is cached: the stages run in memory, for AMD in a process for each architecture
+(:mod:`pallas_kernels.build_worker`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jkv.errors import JkvError
+from pallas_kernels.build_worker import worker_of
 from pallas_kernels.lowered import Lowered
 
 # target: (Triton's backend, architecture, threads of a warp, platform to lower for)
@@ -76,9 +78,16 @@ def compile(lowered: Lowered, target: str, options: Mapping[str, Any] | None = N
     Raises:
       JkvError: where triton is not installed, the target is unknown, or the compiler rejects the kernel.
     """
-    platform_of(target)
-    if not available():
-        raise JkvError("compiling needs the triton package, which is not installed: pip install 'triton>=3.6'")
+    if platform_of(target) == "cuda":
+        return compile_here(lowered, target, options)
+    _check_available()
+    compiled: Compiled = worker_of(target).compile(lowered, target, options or {})
+    return compiled
+
+
+def compile_here(lowered: Lowered, target: str, options: Mapping[str, Any] | None = None) -> Compiled:
+    """What :func:`compile` does, in this process, which for AMD must not have compiled for another architecture."""
+    _check_available()
     backend_name, arch, threads, _ = TARGETS[target]
 
     from triton._C.libtriton import ir
@@ -124,6 +133,11 @@ def compile(lowered: Lowered, target: str, options: Mapping[str, Any] | None = N
         threads=num_warps * threads,
         parameters=_parameters(assembly, backend_name),
     )
+
+
+def _check_available() -> None:
+    if not available():
+        raise JkvError("compiling needs the triton package, which is not installed: pip install 'triton>=3.6'")
 
 
 def _spelled(text: str, triton: tuple[int, int]) -> str:

@@ -11,7 +11,7 @@ import re
 import pytest
 
 from jkv.errors import JkvError
-from pallas_kernels import build
+from pallas_kernels import build, build_worker
 from tests.pallas_kernels import record
 from tests.pallas_kernels.launches import Launch
 
@@ -53,6 +53,25 @@ def test_errors_name_kernel_and_target():
     broken = dataclasses.replace(lowered, text=lowered.text.replace("tt.dot", "tt.dots"))
     with pytest.raises(JkvError, match="triton cannot compile jkv_lane_decode for gfx950"):
         build.compile(broken, "gfx950")
+
+
+@needs_triton
+def test_architectures_of_amd_do_not_mix():
+    """In one process Triton would give gfx942 the conversions of gfx950, which it lacks."""
+    launch = Launch("generic", "flagrot-kivi:bits=2,mode=group", 64)
+    newer, older = (launch.compile(target).assembly for target in ("gfx950", "gfx942"))
+    assert "v_cvt_scalef32" in newer and "v_cvt_scalef32" not in older
+
+
+@needs_triton
+def test_a_compiler_that_ends_is_an_error_and_is_replaced():
+    lowered = Launch("combine", "bf16", 64).lower("rocm")
+    worker = build_worker.worker_of("gfx950")
+    worker._process.kill()
+    with pytest.raises(JkvError, match="triton ended while it compiled jkv_combine for gfx950"):
+        build.compile(lowered, "gfx950")
+    worker.close()
+    assert build.compile(lowered, "gfx950").binary[:4] == b"\x7fELF"
 
 
 def test_says_how_to_get_triton(monkeypatch: pytest.MonkeyPatch):
