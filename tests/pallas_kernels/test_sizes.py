@@ -11,7 +11,6 @@ from tests.pallas_kernels.launches import Launch
 
 BETWEEN = list(zip((1, *(few + 1 for few in FEW_SPLITS)), (*FEW_SPLITS, 1024), strict=True))
 AUTO, KIVI = "flagrot-auto:bits=2,mode=key", "flagrot-kivi:bits=2,mode=group"
-PLATFORMS = ("cuda", "rocm")
 MANY = {"batch": 7, "blocks": 1001, "splits": 24}
 
 
@@ -21,26 +20,23 @@ def _same(launch: Launch, platform: str, **sizes: int) -> bool:
     return one.lower(platform).text == dataclasses.replace(launch, **MANY | sizes).lower(platform).text
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize(
-    "launch",
+    ("launch", "platform"),
     [
-        Launch("generic", "bf16"),
-        Launch("generic", KIVI, rows=200),
-        Launch("lane", AUTO),
-        Launch("lane", "ultraquant", 64, rows=40),
-        Launch("scaled", "ultraquant:rule=ocp,query=fp8,rotate_v=on"),
-        Launch("copies", "turboquant:bits=4"),
+        (Launch("generic", "bf16"), "cuda"),
+        (Launch("generic", KIVI, rows=200), "rocm"),
+        (Launch("lane", AUTO), "rocm"),
+        (Launch("lane", "ultraquant", 64, rows=40), "cuda"),
+        (Launch("scaled", "ultraquant:rule=ocp,query=fp8,rotate_v=on"), "rocm"),
+        (Launch("copies", "turboquant:bits=4"), "rocm"),
+        (Launch("warp", AUTO), "cuda"),
+        (Launch("warp", KIVI), "cuda"),
+        (Launch("prepare", AUTO), "cuda"),
     ],
     ids=str,
 )
-def test_split_kernels(launch: Launch, platform: str):
+def test_attention(launch: Launch, platform: str):
     assert _same(launch, platform)
-
-
-@pytest.mark.parametrize("launch", [Launch("warp", AUTO), Launch("warp", KIVI), Launch("prepare", AUTO)], ids=str)
-def test_register_level_kernels(launch: Launch):
-    assert _same(launch, "cuda")
 
 
 @pytest.mark.parametrize("launch", [Launch("combine", AUTO), Launch("combine", "ultra-tq", rows=40)], ids=str)
@@ -50,14 +46,16 @@ def test_combine(launch: Launch, few: int, many: int):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize(
-    "launch", [Launch("write", AUTO), Launch("write", "ultraquant"), Launch("flush", KIVI)], ids=str
+    ("launch", "platform"),
+    [
+        (Launch("write", AUTO), "rocm"),
+        (Launch("write", "ultraquant"), "cuda"),
+        (Launch("warp_write", "rtn:bits=2"), "cuda"),
+        (Launch("warp_write", "flagrot-auto:bits=4,mode=fixed"), "cuda"),
+        (Launch("flush", KIVI), "cuda"),
+    ],
+    ids=str,
 )
 def test_writing(launch: Launch, platform: str):
     assert _same(launch, platform, rows=333)
-
-
-@pytest.mark.parametrize("spec", ["rtn:bits=2", "flagrot-auto:bits=4,mode=fixed"])
-def test_register_level_writing(spec: str):
-    assert _same(Launch("warp_write", spec), "cuda", rows=333)
