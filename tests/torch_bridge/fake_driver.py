@@ -1,0 +1,59 @@
+"""A driver for machines without a GPU: it loads nothing and writes down what it is asked to launch."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from jkv.errors import JkvError
+
+
+class Launched(NamedTuple):
+    """``addresses`` are all that the kernel would read: its arguments, and hidden ones."""
+
+    entry: str
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+    stream: int
+    addresses: tuple[int, ...]
+
+
+class FakeDriver:
+    def __init__(self, parameters: int | None = None):
+        self.images: list[bytes] = []
+        self.launched: list[Launched] = []
+        self.device, self.queue, self.fails = 0, 77, False
+        self._entries: list[tuple[str, int]] = []
+        self.parameters = parameters
+
+    @contextlib.contextmanager
+    def on(self, device: torch.device) -> Iterator[None]:
+        before, self.device = self.device, device.index or 0
+        yield
+        self.device = before
+
+    def current(self) -> int:
+        return self.device
+
+    def stream(self, index: int) -> int:
+        return self.queue + index
+
+    def load(self, binary: bytes, entry: str, shared_bytes: int) -> int:
+        self.images.append(binary)
+        self._entries.append((entry, shared_bytes))
+        return len(self._entries) - 1
+
+    def launch(
+        self, function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, stream: int, params: Any
+    ) -> None:
+        if self.fails:
+            raise JkvError("a launch failed on the GPU: out of resources (error 701)")
+        entry, loaded = self._entries[function]
+        assert shared_bytes == loaded
+        addresses = tuple(ctypes.cast(at, ctypes.POINTER(ctypes.c_uint64)).contents.value for at in params)
+        self.launched.append(Launched(entry, grid, threads, shared_bytes, stream, addresses))
