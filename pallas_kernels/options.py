@@ -1,42 +1,18 @@
-"""What some models ask of attention beyond softmax(q k) v."""
+"""Options of attention as a pytree, and what the kernels refuse of them."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import jax
 
-from jkv.core import Array, Scheme
+from jkv.core import Scheme
 from jkv.errors import JkvError
+from jkv.options import LOG2_E as LOG2_E
+from jkv.options import AttentionOptions as AttentionOptions
+from jkv.options import check_center, check_range
 
-LOG2_E = 1.4426950408889634
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["sink_logits"], meta_fields=["softcap", "window", "scale"]
+jax.tree_util.register_dataclass(
+    AttentionOptions, data_fields=["sink_logits"], meta_fields=["softcap", "window", "scale"]
 )
-@dataclasses.dataclass(frozen=True)
-class AttentionOptions:
-    """Options of one attention layer. A pytree: all but ``sink_logits`` is static.
-
-    ``softcap`` c turns a score s into ``c tanh(s / c)``. ``window`` w lets a query at position p see positions
-    ``p - w + 1 .. p`` only. ``sink_logits: [Hq]`` is one learned logit a query head that takes part in the softmax and
-    has no value. ``scale`` multiplies scores; None is ``head_dim ** -0.5``.
-    """
-
-    softcap: float | None = None
-    window: int | None = None
-    sink_logits: Array | None = None
-    scale: float | None = None
-
-    def score_scale(self, head_dim: int) -> float:
-        """What multiplies ``q . k``."""
-        return head_dim**-0.5 if self.scale is None else self.scale
-
-    def query_factor(self, head_dim: int) -> float:
-        """What prepared query copies are multiplied by: scores are base 2, and capped ones get log2(e) afterwards."""
-        return self.score_scale(head_dim) * (1.0 if self.softcap else LOG2_E)
 
 
 def check_options(options: AttentionOptions, scheme: Scheme, num_q_heads: int) -> None:
@@ -45,18 +21,10 @@ def check_options(options: AttentionOptions, scheme: Scheme, num_q_heads: int) -
     Raises:
       JkvError: naming the option and, where that is the reason, the scheme.
     """
-    for name in ("softcap", "scale", "window"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise JkvError(f"{name}={value} is not allowed; {name} must be above 0, or None")
+    check_range(options)
     logits = options.sink_logits
     if logits is not None and tuple(logits.shape) != (num_q_heads,):
         raise JkvError(
             f"sink_logits of shape {tuple(logits.shape)} do not fit; give one a query head, ({num_q_heads},)"
         )
-    for name in ("softcap", "sink_logits"):
-        if getattr(options, name) is not None and scheme.center != "off":
-            raise JkvError(
-                f"{name} is not possible with scheme {scheme.spec!r}: centring keys moves all scores of a query by "
-                f"one number, and {name} does not ignore that; use center=off"
-            )
+    check_center(options, scheme)

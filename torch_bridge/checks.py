@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from jkv.errors import JkvError
+from jkv.options import AttentionOptions, check_center, check_range
 from jkv.units import PAGE_TOKENS, SEGMENT
 from torch_bridge.description import Description
 
 if TYPE_CHECKING:
-    from torch_bridge.options import AttentionOptions
     from torch_bridge.reference.page import Calibs
     from torch_bridge.reference.place import Exact, Place
 
@@ -196,18 +196,10 @@ def check_options(description: Description, options: AttentionOptions, q: Tensor
     Raises:
       JkvError: naming the option and, where that is the reason, the scheme.
     """
-    for name in ("softcap", "scale", "window"):
-        value = getattr(options, name)
-        if value is not None and not value > 0:
-            raise JkvError(f"{name}={value} is not allowed; {name} must be above 0, or None")
+    check_range(options)
     if options.sink_logits is not None:
         _require("sink_logits", options.sink_logits, _FLOATS, (q.shape[2],), q)
-    for name in ("softcap", "sink_logits"):
-        if getattr(options, name) is not None and description.center != "off":
-            raise JkvError(
-                f"{name} is not possible with scheme {description.spec!r}: centring keys moves all scores of a query "
-                f"by one number, and {name} does not ignore that; use center=off"
-            )
+    check_center(options, description)
 
 
 def check_table(block_table: Tensor, batch: int | None, pool: Tensor) -> None:

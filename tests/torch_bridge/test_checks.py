@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from jkv.errors import JkvError
+from jkv.options import AttentionOptions
 from tests import cases
 from tests.torch_bridge.bridge import side
 from torch_bridge.binding import bind_layers
 from torch_bridge.describe import describe
-from torch_bridge.options import AttentionOptions
 from torch_bridge.reference import (
     Exact,
     dequantize_pages,

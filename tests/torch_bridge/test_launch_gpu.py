@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from jkv.options import AttentionOptions
 from jkv.units import PAGE_TOKENS
 from pallas_kernels import build
 from pallas_kernels.bundle.read import Bundle, load_bundle
@@ -26,7 +27,6 @@ from tests.torch_bridge.fake_driver import FakeDriver
 from tests.torch_bridge.paged import BLOCK_TOKENS, LENGTHS, PER_BLOCK, filled
 from torch_bridge.launch import Library
 from torch_bridge.level_table import level_table
-from torch_bridge.options import AttentionOptions
 from torch_bridge.reference import Exact, flush_group, paged_attention, write_kv, write_pages
 
 GPU = torch.cuda.is_available()

@@ -11,6 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
+from jkv.options import LOG2_E, AttentionOptions
 from torch_bridge.checks import (
     check_calib,
     check_device,
@@ -23,7 +24,6 @@ from torch_bridge.checks import (
     check_table,
 )
 from torch_bridge.description import Description
-from torch_bridge.options import LOG2_E, AttentionOptions
 from torch_bridge.reference.codec import codec_of
 from torch_bridge.reference.page import Calibs
 from torch_bridge.reference.place import Exact, Pair, Place

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from jkv.options import AttentionOptions
 from torch_bridge.checks import check_queries
 from torch_bridge.description import Description
-from torch_bridge.options import AttentionOptions
 from torch_bridge.reference.codec import codec_of
 from torch_bridge.reference.floats import e4m3_decode, e4m3_encode
 from torch_bridge.reference.page import Calibs

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jkv.options import LOG2_E, AttentionOptions
 from jkv.units import SEGMENT
-from torch_bridge.options import LOG2_E, AttentionOptions
 from torch_bridge.reference.place import Pair, Place
 
 

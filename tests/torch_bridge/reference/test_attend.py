@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from jkv.attend import attend
+from jkv.options import AttentionOptions
 from pallas_kernels.options import AttentionOptions as PallasOptions
 from pallas_kernels.query import prepare_copies
 from tests import caching
@@ -18,7 +19,6 @@ from tests.pallas_kernels.exact import attention as in_float64
 from tests.pallas_kernels.exact import error
 from tests.torch_bridge.bridge import HEADS, side, tensor
 from tests.torch_bridge.paged import LENGTHS, Filled, as_jax, contents, filled
-from torch_bridge.options import AttentionOptions
 from torch_bridge.reference import decode_attention, extend_attention, prepare_query
 
 ROWS = len(LENGTHS)
