@@ -63,6 +63,7 @@ class Walk:
         tokens = static.unit_tokens
         stored, self.first = (compat.load(ref[n], 0, 0, batch, jnp.int32) for n in ("stored", "first"))
         self.stored = stored
+        # What sizes.share does, whose clamps would take MXFP4 over 128 registers: an empty share ends before it begins.
         skip = self.first // tokens if static.masked else 0
         last = (stored + (tokens - 1)) // tokens
         share = jax.lax.div(last - skip + splits - 1, splits)

@@ -52,10 +52,6 @@ class Meta:
         """One float32 a segment."""
         return [x for pair in pairs for x in unpack_f16(pair)]
 
-    def flags(self, words: list[Array]) -> list[Array]:
-        """The sign bits, boolean, one a segment."""
-        return [(words[s // 4] & jnp.uint32(0x80 << (8 * (s % 4)))) != 0 for s in range(self.segments)]
-
     def powers(self, words: list[Array]) -> list[Array]:
         """UE8M0 bytes as float32 powers of two, one a segment."""
         found = []
@@ -72,11 +68,6 @@ class Meta:
         """
         first = self._own()
         return e4m3_pair_to_f16(prmt(words[0], words[-1], first | ((first + 1) << 4) | jnp.uint32(0x7600)))
-
-    def own_flags(self, words: list[Array]) -> Array:
-        """The sign bits of the lane's own pair of segments, each spread over 16 bits."""
-        first = self._own()
-        return prmt(words[0], words[-1], (first * 0x11) | ((first + 1) * 0x1100) | jnp.uint32(0x8888))
 
     def _own(self) -> Array:
         _, j = lane()
