@@ -182,16 +182,10 @@ def _launch(
         window=options.window,
     )
     split_attention = _split_kernel(config, scheme, dim, q.shape[1] * (q.shape[2] // heads), first.ndim == 2)
-    if split_attention is warp.split_attention:
-        queries: Any = warp.prepare_queries(scheme, calib, q, heads, options, interpret=interpret)
-    elif prepare.supports(dim):
-        queries = prepare.prepare_copies(scheme, calib, q, heads, options, interpret=interpret)
-    else:
-        queries = query.prepare_copies(scheme, calib, q, heads, options)
     partial = split_attention(
         scheme,
         calib,
-        queries,
+        prepared_queries(split_attention, scheme, calib, q, heads, options, interpret=interpret),
         pool,
         block_table,
         jnp.minimum(place.sealed, place.total),
@@ -203,6 +197,24 @@ def _launch(
         interpret=interpret,
     )
     return combine(scheme, calib, q, partial, exact, place, options=options, interpret=interpret)
+
+
+def prepared_queries(
+    split_attention: Any,
+    scheme: Scheme,
+    calib: Any,
+    q: Array,
+    num_kv_heads: int,
+    options: AttentionOptions,
+    *,
+    interpret: bool,
+) -> Any:
+    """Queries ``q[B, T, Hq, D]`` as a ``split_attention`` takes them, in one launch where a tile can hold a query."""
+    if split_attention is warp.split_attention:
+        return warp.prepare_queries(scheme, calib, q, num_kv_heads, options, interpret=interpret)
+    if prepare.supports(q.shape[-1]):
+        return prepare.prepare_copies(scheme, calib, q, num_kv_heads, options, interpret=interpret)
+    return query.prepare_copies(scheme, calib, q, num_kv_heads, options)
 
 
 def _split_kernel(config: DecodeConfig, scheme: Scheme, head_dim: int, rows: int = 1, by_row: bool = False) -> Any:

@@ -51,10 +51,11 @@ def _prepared(scheme: Scheme, facts: Attention, target: str) -> Callable[[Named]
         )
 
     def function(named: Named) -> Named:
-        arguments = scheme, sides_of(named), named["q"], facts.num_kv_heads, _options(facts)
+        made = attend.prepared_queries(
+            module, scheme, sides_of(named), named["q"], facts.num_kv_heads, _options(facts), interpret=False
+        )
         if module is not warp.split_attention:
-            return {"copies": copies.prepare_copies(*arguments, interpret=False)}
-        made = warp.prepare_queries(*arguments, interpret=False)
+            return {"copies": made}
         found = {"fragments": made.fragments, "inverse": made.inverse, "sums": made.sums}
         return {name: a for name, a in found.items() if a is not None}
 
