@@ -1,8 +1,14 @@
-"""A lowered kernel as plain data, for processes that have no JAX."""
+"""A lowered kernel as plain data, and where it finds its sizes: for processes that have no JAX."""
 
 from __future__ import annotations
 
 import dataclasses
+
+# Places in the operand ``int32[1, LENGTH]`` that tells kernels of sizes (pallas_kernels.sizes).
+BLOCKS = 0  # entries of a row of the block table
+SPLITS = 1  # programs that share a row's tokens
+COUNT = 2  # tokens that a write kernel is given, or pages
+LENGTH = 8
 
 
 @dataclasses.dataclass(frozen=True)

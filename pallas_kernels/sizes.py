@@ -14,12 +14,12 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import compat
+from pallas_kernels.lowered import BLOCKS as BLOCKS
+from pallas_kernels.lowered import COUNT as COUNT
+from pallas_kernels.lowered import LENGTH
+from pallas_kernels.lowered import SPLITS as SPLITS
 
 Array = jax.Array
-BLOCKS = 0  # entries of a row of the block table
-SPLITS = 1  # programs that share a row's tokens
-COUNT = 2  # tokens that a write kernel is given, or pages
-LENGTH = 8
 
 
 def sizes_of(*, blocks: int = 0, splits: int = 0, count: int = 0) -> Array:

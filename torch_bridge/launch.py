@@ -27,15 +27,14 @@ from jkv.errors import JkvError
 from pallas_kernels import build
 from pallas_kernels.bundle.facts import OPS, Facts, codec_spec
 from pallas_kernels.bundle.format import Kernel, Variant
-from pallas_kernels.lowered import Lowered
+from pallas_kernels.lowered import BLOCKS, COUNT, LENGTH, SPLITS, Lowered
 from torch_bridge.binaries import Binary, binary_of
 from torch_bridge.driver import Driver, target_of
 from torch_bridge.driver import driver as installed_driver
 from torch_bridge.function import Function
 from torch_bridge.launcher import Launcher
 
-_PLACES = (("width",), ("splits",), ("tokens", "pages"))  # of sizes in the operand that tells kernels of them
-_LENGTH = 8
+_PLACES = {"width": BLOCKS, "splits": SPLITS, "pages": COUNT, "tokens": COUNT}
 
 
 class KernelSource(Protocol):
@@ -118,11 +117,13 @@ class Library:
 
         Equal sizes share one tensor, which is to be made before a CUDA graph is captured.
         """
-        values = tuple(next((sizes[name] for name in names if name in sizes), 0) for names in _PLACES)
-        found = self._sizes.get(values)
+        values = [0] * LENGTH
+        for name, place in _PLACES.items():
+            values[place] = sizes.get(name, values[place])
+        key = tuple(values)
+        found = self._sizes.get(key)
         if found is None:
-            padded = [*values, *[0] * (_LENGTH - len(values))]
-            found = self._sizes[values] = torch.tensor([padded], dtype=torch.int32, device=self.device)
+            found = self._sizes[key] = torch.tensor([values], dtype=torch.int32, device=self.device)
         return found
 
     def _make(self, op: str, facts: Facts) -> Launcher:
