@@ -15,7 +15,6 @@ from jkv.cli import main
 from jkv.errors import JkvError
 from jkv.page import layout
 from jkv.registry import parse
-from pallas_kernels import build
 from pallas_kernels.bundle import parts, write
 from pallas_kernels.bundle.facts import Attention, Writing, codec_spec, layout_digest
 from pallas_kernels.bundle.format import MANIFEST, TABLES, Extent, seal
@@ -23,9 +22,9 @@ from pallas_kernels.bundle.kernels import make
 from pallas_kernels.bundle.read import Bundle, load_bundle
 from pallas_kernels.bundle.request import DEFAULT_SPECS, Request, jobs_of
 from pallas_kernels.bundle.write import write_bundle
+from tests.pallas_kernels.devices import needs_triton
 
 AUTO, KIVI, SCALED = "flagrot-auto:bits=2,mode=key", "flagrot-kivi:bits=2,mode=fixed", "ultraquant:query=fp8"
-needs_triton = pytest.mark.skipif(not build.available(), reason="compiling needs the triton package (Linux only)")
 REQUEST = Request(
     targets=("sm_90", "gfx942", "gfx950"), specs=("rtn:bits=2", SCALED), head_dims=(64,), gqas=(4,), steps=(1,)
 )

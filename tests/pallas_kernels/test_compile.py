@@ -13,9 +13,8 @@ import pytest
 from jkv.errors import JkvError
 from pallas_kernels import build, build_worker
 from tests.pallas_kernels import record
+from tests.pallas_kernels.devices import needs_triton
 from tests.pallas_kernels.launches import Launch
-
-needs_triton = pytest.mark.skipif(not build.available(), reason="compiling needs the triton package (Linux only)")
 
 
 @needs_triton

@@ -18,6 +18,7 @@ from pallas_kernels.bundle.facts import Attention, layout_digest
 from pallas_kernels.bundle.read import Bundle, load_bundle
 from pallas_kernels.bundle.request import Request
 from pallas_kernels.bundle.write import write_bundle
+from tests.pallas_kernels.devices import needs_triton
 from tests.torch_bridge.fake_driver import FakeDriver
 from torch_bridge import binaries, driver
 from torch_bridge.binaries import Binary, binary_of
@@ -27,7 +28,6 @@ from torch_bridge.lowering import Lowering
 
 SPEC = "rtn:bits=2"
 FACTS = {"spec": SPEC, "head_dim": 64, "num_kv_heads": 2}
-needs_triton = pytest.mark.skipif(not build.available(), reason="compiling needs the triton package (Linux only)")
 
 
 @pytest.fixture(scope="module")
