@@ -49,15 +49,31 @@ def assemble(config: ModelConfig, source: TensorSource, table: NameTable, dtype:
     graph, skeleton = nnx.split(nnx.eval_shape(lambda: Decoder(config)))
     wanted = {".".join(map(str, path)): tuple(leaf.shape) for path, leaf in nnx.to_flat_state(skeleton)}
     names = _match(wanted, source, table)
-    digest = hashlib.sha256(json.dumps(["jkv-model-1", config.computed()], sort_keys=True).encode())
+    digest = _digest(config)
     arrays = {}
     for path in sorted(wanted):
         array = source.read(names[path])
         if not np.isfinite(array).all():
             raise JkvError(f"{source.file}: tensor {names[path]} holds NaN or infinite values")
-        digest.update(f"{path}{list(array.shape)}".encode() + sample(array).tobytes())
+        digest.update(_seen(path, array))
         arrays[path] = jnp.asarray(array.astype(dtype, copy=False))
     return _fill(graph, skeleton, arrays), digest.hexdigest()
+
+
+def fingerprint_of(config: ModelConfig, arrays: Mapping[str, np.ndarray]) -> str:
+    """The fingerprint of a decoder with these tensors, by parameter path."""
+    digest = _digest(config)
+    for path in sorted(arrays):
+        digest.update(_seen(path, arrays[path]))
+    return digest.hexdigest()
+
+
+def _digest(config: ModelConfig) -> Any:
+    return hashlib.sha256(json.dumps(["jkv-model-1", config.computed()], sort_keys=True).encode())
+
+
+def _seen(path: str, array: np.ndarray) -> bytes:
+    return f"{path}{list(array.shape)}".encode() + sample(array).tobytes()
 
 
 def sample(array: np.ndarray) -> np.ndarray:
