@@ -5,6 +5,7 @@ Values (slots, lengths, blocks) are looked at where they are on the CPU: reading
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,29 +71,33 @@ def check_pool(description: Description, pool: Tensor) -> int:
     return pool.shape[2] // size
 
 
+@functools.lru_cache(maxsize=256)
+def calib_shapes(description: Description) -> dict[tuple[str, str], tuple[int | None, ...]]:
+    """The arrays that a scheme reads, ``(side, name)``, and their shapes behind the heads (None: any size)."""
+    dim = description.head_dim
+    shapes: dict[tuple[str, str], tuple[int | None, ...]] = {
+        (side, name): a.shape for side, table in description.default_tables.items() for name, a in table.items()
+    }
+    if "choice" in description.k_needs:
+        shapes["k", "choice"] = (dim // SEGMENT + 1,)
+    if "w" in description.k_needs:
+        shapes["k", "w_root"] = (dim, dim)
+    if "queries" in description.k_needs:
+        shapes |= {("k", "queries"): (None, dim), ("k", "logz"): (None,)}
+    return shapes
+
+
 def check_calib(description: Description, calib: Calibs, pool: Tensor) -> None:
     """Refuse arrays that are not those of this scheme and of the pool's KV heads.
 
     Raises:
       JkvError: naming the array.
     """
-    heads, dim = pool.shape[1], description.head_dim
-    wanted: dict[str, dict[str, tuple[int | None, ...]]] = {
-        side: {name: (heads, *a.shape) for name, a in table.items()}
-        for side, table in description.default_tables.items()
-    }
-    if "choice" in description.k_needs:
-        wanted["k"]["choice"] = (heads, dim // SEGMENT + 1)
-    if "w" in description.k_needs:
-        wanted["k"]["w_root"] = (heads, dim, dim)
-    if "queries" in description.k_needs:
-        wanted["k"] |= {"queries": (heads, None, dim), "logz": (heads, None)}
-    for side, shapes in wanted.items():
-        for name, shape in shapes.items():
-            if side not in calib or name not in calib[side]:
-                raise JkvError(f"calib lacks {side}/{name}, which {description.spec!r} reads; bind it for this scheme")
-            dtypes = (torch.bool,) if name == "choice" else _FLOATS
-            _require(f"calib {side}/{name}", calib[side][name], dtypes, shape, pool)
+    for (side, name), shape in calib_shapes(description).items():
+        if side not in calib or name not in calib[side]:
+            raise JkvError(f"calib lacks {side}/{name}, which {description.spec!r} reads; bind it for this scheme")
+        dtypes = (torch.bool,) if name == "choice" else _FLOATS
+        _require(f"calib {side}/{name}", calib[side][name], dtypes, (pool.shape[1], *shape), pool)
 
 
 def check_tokens(description: Description, k: Tensor, v: Tensor, slots: Tensor, pool: Tensor) -> None:
@@ -125,6 +130,16 @@ def check_ring(description: Description, k: Tensor, v: Tensor, start: Tensor, pa
     Raises:
       JkvError: naming the operand, or the first start that leaves less than a page.
     """
+    check_ring_form(description, k, v, start, page, pool)
+    check_below("start", start, k.shape[2] - PAGE_TOKENS + 1)
+
+
+def check_ring_form(description: Description, k: Tensor, v: Tensor, start: Tensor, page: Tensor, pool: Tensor) -> None:
+    """:func:`check_ring` without a look at values.
+
+    Raises:
+      JkvError: naming the operand.
+    """
     _require("tail_k", k, (torch.bfloat16,), (None, pool.shape[1], None, description.head_dim), pool)
     _require("tail_v", v, (torch.bfloat16,), tuple(k.shape), pool)
     _require("start", start, _INTEGERS, (k.shape[0],), pool)
@@ -132,7 +147,28 @@ def check_ring(description: Description, k: Tensor, v: Tensor, start: Tensor, pa
     width = k.shape[2]
     if not width or width % PAGE_TOKENS:
         raise JkvError(f"tail_k has a ring of {width} tokens; it must be a positive multiple of {PAGE_TOKENS}")
-    check_below("start", start, width - PAGE_TOKENS + 1)
+
+
+def check_new_token(k: Tensor, v: Tensor, tail: Tensor, sinks: Tensor) -> None:
+    """Refuse a token a row that :func:`torch_bridge.reference.ring.append_tail` cannot keep.
+
+    Raises:
+      JkvError: naming the operand.
+    """
+    _require("tail", tail, (torch.bfloat16,), (2, None, None, None, None), tail)
+    _, batch, heads, _, dim = tail.shape
+    _require("sinks", sinks, (torch.bfloat16,), (2, batch, heads, None, dim), tail)
+    _require("k", k, _FLOATS, (batch, 1, heads, dim), tail)
+    _require("v", v, (k.dtype,), tuple(k.shape), tail)
+
+
+def check_mean(mean: Tensor, tail: Tensor) -> None:
+    """Refuse a mean key that is not one vector a KV head.
+
+    Raises:
+      JkvError: naming it.
+    """
+    _require("mean", mean, _FLOATS, (tail.shape[2], tail.shape[4]), tail)
 
 
 def check_below(name: str, values: Tensor, count: int) -> None:

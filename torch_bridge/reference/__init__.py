@@ -10,10 +10,12 @@ from torch_bridge.reference.attend import decode_attention, extend_attention, pa
 from torch_bridge.reference.place import Exact
 from torch_bridge.reference.query import prepare_query
 from torch_bridge.reference.read import dequantize_pages
+from torch_bridge.reference.ring import append_tail
 from torch_bridge.reference.write import flush_group, write_kv, write_pages
 
 __all__ = [
     "Exact",
+    "append_tail",
     "decode_attention",
     "dequantize_pages",
     "extend_attention",

@@ -62,7 +62,7 @@ def of_exact(
 
 def of_fresh(rows: Tensor, fresh: Pair, mean: Tensor | None, place: Place, options: AttentionOptions) -> Part:
     """The chunk's own tokens, causal: token i of the chunk is seen by queries i and later."""
-    k, v = (x.to(torch.float32).transpose(1, 2) for x in fresh)
+    k, v = (x.detach().to(torch.float32).transpose(1, 2) for x in fresh)
     if mean is not None:
         k = k - mean[:, None]
     return of_exact(rows, (k, v), *place.of_fresh(), place, options, causal=True)

@@ -1,0 +1,150 @@
+"""The ops by launched kernels against plain torch, on a GPU; elsewhere that operands fit what kernels take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from jkv.options import AttentionOptions
+from jkv.units import PAGE_TOKENS
+from pallas_kernels import build
+from tests import caching
+from tests.torch_bridge.bridge import HEADS, raw, side
+from tests.torch_bridge.fake_driver import FakeDriver
+from tests.torch_bridge.paged import BLOCK_TOKENS, PER_BLOCK, Filled, filled
+from torch_bridge import reference
+from torch_bridge.launch import Library
+from torch_bridge.launched import backend
+from torch_bridge.launched.backend import LaunchedBackend
+from torch_bridge.launched.splits import number_of_splits
+from torch_bridge.lowering import Lowering
+from torch_bridge.reference import Exact
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if GPU else torch.device("cpu")
+DIM, SPEC = 64, "rtn:bits=2"
+SPECS = caching.FAMILIES if GPU else (SPEC,)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory):
+    if GPU:
+        yield backend(DEVICE)
+        return
+    folder: Path = tmp_path_factory.mktemp("lowered")
+    stubs = pytest.MonkeyPatch()
+
+    def compile(lowered, target: str) -> build.Compiled:
+        return build.Compiled(lowered.name, target, "", b"", "", 1, 0, 0, 4, 128, lowered.text.count("!tt.ptr"))
+
+    for name, stub in (("compile", compile), ("available", lambda: True), ("version", lambda: (3, 6))):
+        stubs.setattr(build, name, stub)
+    driver = FakeDriver()
+    library = Library(Lowering(folder), DEVICE, cache=folder / "binaries", driver=driver, target="sm_90")
+    yield LaunchedBackend(library, 132, lambda: 0)
+    stubs.undo()
+    assert driver.launched
+
+
+def _on_device(rows: Filled):
+    at = rows.at
+    calib = {name: {key: a.to(DEVICE, copy=True) for key, a in arrays.items()} for name, arrays in at.tensors.items()}
+    pairs = [
+        None if pair is None else tuple(x.to(DEVICE, copy=True) for x in pair)
+        for pair in (rows.exact.tail, rows.exact.sinks)
+    ]
+    mean = rows.exact.mean
+    exact = Exact(*pairs, None, None if mean is None else mean.to(DEVICE))
+    return at.description, calib, rows.pool.to(DEVICE, copy=True), rows.block_table.to(DEVICE, copy=True), exact
+
+
+def _assert_near(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert got.shape == want.shape and got.dtype == want.dtype
+    if GPU:
+        got = got.float().cpu()
+        assert got.isfinite().all()
+        assert (got - want.float()).norm() < 1e-2 * want.float().norm()
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_decoding(launched: LaunchedBackend, spec: str):
+    rows = filled(spec, DIM)
+    q = rows.q[:, :1].to(torch.bfloat16)
+    description, calib, pool, table, exact = _on_device(rows)
+    want = reference.paged_attention(
+        description, rows.at.tensors, q, rows.pool, rows.block_table, rows.lengths, sealed=rows.sealed,
+        exact=rows.exact, options=AttentionOptions(),
+    )  # fmt: skip
+    operands = (calib, q.to(DEVICE), pool, table, rows.lengths.to(DEVICE))
+    for _ in range(2):  # a second step uses the plan of the first
+        got = launched.paged_attention(description, *operands, sealed=rows.sealed.to(DEVICE), exact=exact)
+        _assert_near(got, want)
+
+
+@pytest.mark.skipif(not GPU, reason="lowering chunks takes long, and their operands are those of decoding")
+@pytest.mark.parametrize("steps", [2, 8, 13, 65])
+@pytest.mark.parametrize("spec", SPECS)
+def test_chunks(launched: LaunchedBackend, spec: str, steps: int):
+    rows = filled(spec, DIM)
+    repeats = -(-steps // rows.q.shape[1])
+    q, k, v = (x.repeat(1, repeats, 1, 1)[:, :steps].to(torch.bfloat16) for x in (rows.q, rows.k, rows.v))
+    description, calib, pool, table, exact = _on_device(rows)
+    fresh = rows.exact._replace(fresh=(k, v))
+    want = reference.paged_attention(
+        description, rows.at.tensors, q, rows.pool, rows.block_table, rows.lengths, sealed=rows.sealed, exact=fresh
+    )
+    got = launched.paged_attention(
+        description, calib, q.to(DEVICE), pool, table, rows.lengths.to(DEVICE), sealed=rows.sealed.to(DEVICE),
+        exact=exact._replace(fresh=(k.to(DEVICE), v.to(DEVICE))),
+    )  # fmt: skip
+    _assert_near(got, want)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_writing(launched: LaunchedBackend, spec: str):
+    at, rows = side(spec, DIM), filled(spec, DIM)
+    description, calib, *_ = _on_device(rows)
+    k, v = (x.to(torch.bfloat16).flatten(0, 1)[:96].contiguous() for x in (rows.k, rows.v))
+    k[5, 0, 3] = torch.inf
+    shape = (4, HEADS, PER_BLOCK * description.page.nbytes)
+    want, got = torch.zeros(shape, dtype=torch.uint8), torch.zeros(shape, dtype=torch.uint8, device=DEVICE)
+    if at.scheme.granularity == "token":
+        slots = torch.randperm(4 * BLOCK_TOKENS)[:96].to(torch.int32)
+        slots[::7] = -1
+        bad = reference.write_kv(description, at.tensors, k, v, want, slots)
+        found = launched.write_kv(description, calib, k.to(DEVICE), v.to(DEVICE), got, slots.to(DEVICE))
+        assert found.shape == bad.shape
+        _assert_equal(got, want, found, bad)
+    if at.scheme.windows.tail == "page":
+        page = torch.tensor([6, -1, 3], dtype=torch.int32)
+        pages = [x.unflatten(0, (3, PAGE_TOKENS)) for x in (k, v)]
+        bad = reference.write_pages(description, at.tensors, *pages, want, page)
+        found = launched.write_pages(description, calib, *(x.to(DEVICE) for x in pages), got, page.to(DEVICE))
+        _assert_equal(got, want, found, bad)
+        tails = [x.transpose(1, 2).nan_to_num(posinf=0.0).contiguous() for x in pages]
+        width = at.scheme.windows.tail_tokens
+        tails = [x.repeat(1, 1, width // PAGE_TOKENS, 1) for x in tails]
+        start, page = torch.zeros(3, dtype=torch.int32), torch.tensor([1, 5, -1], dtype=torch.int32)
+        reference.flush_group(description, at.tensors, *tails, want, start, page)
+        on = [x.to(DEVICE) for x in tails]
+        launched.flush_group(description, calib, *on, got, start.to(DEVICE), page.to(DEVICE))
+        _assert_equal(got, want)
+
+
+def _assert_equal(got: torch.Tensor, want: torch.Tensor, *counts: torch.Tensor) -> None:
+    if GPU:
+        assert (raw(got.cpu()) == raw(want)).all()
+        if counts:
+            assert (counts[0].cpu() == counts[1]).all()
+
+
+def test_splits_are_those_of_jax():
+    from pallas_kernels.config import DecodeConfig, resolve
+
+    for programs in (1, 8, 256, 5000):
+        for tokens in (64, 4096, 131072):
+            for kernel, warps in (("warp", 4), ("lane", 2), ("generic", 8)):
+                want = resolve(DecodeConfig(kernel, 0, warps), programs, tokens, 132).num_splits  # type: ignore[arg-type]
+                assert number_of_splits(programs, tokens, 132, 1 if kernel == "warp" else warps) == want

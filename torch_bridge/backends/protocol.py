@@ -1,0 +1,97 @@
+"""What an implementation of the ops has to have: exactly these functions, as :mod:`torch_bridge.reference` has them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from jkv.options import AttentionOptions
+from torch_bridge.description import Description
+from torch_bridge.operands import Calibs
+from torch_bridge.reference.place import Exact
+
+
+class Backend(Protocol):
+    """An implementation of the ops, for one device.
+
+    Whoever calls has run the checks of metadata (:mod:`torch_bridge.checks`), so dtypes, shapes and devices fit and the
+    pool is contiguous; other operands may be views with any strides. Descriptions of one scheme are one object, and
+    tensors of ``calib`` the same ones from step to step. Pools are updated in place, on torch's current stream. No
+    result shares memory with an operand. What is said here holds for values on a GPU, which nobody has looked at: a
+    slot, page or block outside the pool is never followed.
+    """
+
+    def prepare_query(
+        self,
+        description: Description,
+        calib: Calibs,
+        q: Tensor,
+        num_kv_heads: int,
+        options: AttentionOptions | None = None,
+    ) -> Tensor:
+        """:func:`torch_bridge.reference.prepare_query`."""
+        ...
+
+    def write_kv(
+        self, description: Description, calib: Calibs, k: Tensor, v: Tensor, pool: Tensor, slot_mapping: Tensor
+    ) -> Tensor:
+        """:func:`torch_bridge.reference.write_kv`."""
+        ...
+
+    def write_pages(
+        self, description: Description, calib: Calibs, k: Tensor, v: Tensor, pool: Tensor, page: Tensor
+    ) -> Tensor:
+        """:func:`torch_bridge.reference.write_pages`."""
+        ...
+
+    def flush_group(
+        self,
+        description: Description,
+        calib: Calibs,
+        tail_k: Tensor,
+        tail_v: Tensor,
+        pool: Tensor,
+        start: Tensor,
+        page: Tensor,
+    ) -> None:
+        """:func:`torch_bridge.reference.flush_group`."""
+        ...
+
+    def append_tail(
+        self,
+        k: Tensor,
+        v: Tensor,
+        tail: Tensor,
+        sinks: Tensor,
+        nonfinite: Tensor,
+        length: Tensor,
+        mean: Tensor | None = None,
+        active: Tensor | None = None,
+    ) -> None:
+        """:func:`torch_bridge.reference.append_tail`; a backend that lacks it gets that one."""
+        ...
+
+    def paged_attention(
+        self,
+        description: Description,
+        calib: Calibs,
+        q: Tensor,
+        pool: Tensor,
+        block_table: Tensor,
+        lengths: Tensor,
+        *,
+        sealed: Tensor | None = None,
+        exact: Exact | None = None,
+        counts: Tensor | None = None,
+        start: Tensor | None = None,
+        options: AttentionOptions | None = None,
+    ) -> Tensor:
+        """:func:`torch_bridge.reference.paged_attention`: of one query a row, or of a chunk ``exact.fresh``."""
+        ...
+
+    def dequantize_pages(
+        self, description: Description, calib: Calibs, pool: Tensor, block_table: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`torch_bridge.reference.dequantize_pages`."""
+        ...

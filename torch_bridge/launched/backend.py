@@ -1,0 +1,155 @@
+"""The ops on one GPU by launched kernels; what serving never asks for is left to plain torch."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jkv.options import AttentionOptions
+from jkv.units import PAGE_TOKENS
+from pallas_kernels.bundle.facts import layout_digest
+from pallas_kernels.bundle.format import ALIGNMENT
+from torch_bridge import reference
+from torch_bridge.description import Description
+from torch_bridge.launch import Library
+from torch_bridge.launched.arrays import write_arrays
+from torch_bridge.launched.attention import Attention, Shape
+from torch_bridge.launched.chunks import MOST_STEPS, padded
+from torch_bridge.launcher import Launcher
+from torch_bridge.level_table import level_table
+from torch_bridge.operands import Calibs
+from torch_bridge.reference.place import Exact
+
+_KEPT = 4096  # plans: layers times shapes
+
+
+class LaunchedBackend:
+    """:class:`torch_bridge.backends.Backend` with kernels of a library.
+
+    A plan is made when a layer is first seen with a shape; it compiles or loads kernels and takes memory, so a step is
+    run once before it is captured in a CUDA graph. Plans keep the calibration's tensors. Layers share the memory of
+    intermediate results, of which each stream has its own. ``lengths`` must not be less than ``sealed``. Chunks of more
+    than 64 tokens, which are prompts, go to plain torch.
+    """
+
+    prepare_query = staticmethod(reference.prepare_query)
+    dequantize_pages = staticmethod(reference.dequantize_pages)
+
+    def __init__(self, library: Library, multiprocessors: int, stream: Callable[[], int]):
+        self._library, self._multiprocessors, self._stream = library, multiprocessors, stream
+        self._plans: dict[Hashable, tuple[Any, Any]] = {}
+        self._memory: dict[Hashable, Tensor] = {}
+
+    def write_kv(
+        self, description: Description, calib: Calibs, k: Tensor, v: Tensor, pool: Tensor, slot_mapping: Tensor
+    ) -> Tensor:
+        bad = torch.zeros(pool.shape[1], k.shape[0], dtype=torch.int32, device=pool.device)
+        given = {"k": k, "v": v, "pool": pool, "slots": slot_mapping.to(torch.int32), "bad": bad}
+        self._write("write", description, calib, given, {"tokens": k.shape[0]}, k.dtype)
+        return bad
+
+    def write_pages(
+        self, description: Description, calib: Calibs, k: Tensor, v: Tensor, pool: Tensor, page: Tensor
+    ) -> Tensor:
+        bad = torch.zeros(pool.shape[1], k.shape[0], dtype=torch.int32, device=pool.device)
+        start = torch.zeros_like(page, dtype=torch.int32)
+        given = {"k": k, "v": v, "pool": pool, "page": page.to(torch.int32), "start": start, "bad": bad}
+        self._write("write_pages", description, calib, given, {"pages": k.shape[0]}, k.dtype)
+        return bad
+
+    def flush_group(
+        self, description: Description, calib: Calibs, tail_k: Tensor, tail_v: Tensor, pool: Tensor, start: Tensor,
+        page: Tensor,
+    ) -> None:  # fmt: skip
+        rows = tail_k.shape[0]
+        given = {"tail_k": tail_k, "tail_v": tail_v, "pool": pool}
+        given |= {"start": start.to(torch.int32), "page": page.to(torch.int32)}
+        self._write("flush", description, calib, given, {"pages": rows}, torch.bfloat16)
+
+    def paged_attention(
+        self, description: Description, calib: Calibs, q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *,
+        sealed: Tensor | None = None, exact: Exact | None = None, counts: Tensor | None = None,
+        start: Tensor | None = None, options: AttentionOptions | None = None,
+    ) -> Tensor:  # fmt: skip
+        exact, options = exact or Exact(), options or AttentionOptions()
+        steps = q.shape[1]
+        if exact.fresh is not None:
+            if steps > MOST_STEPS:
+                return reference.paged_attention(
+                    description, calib, q, pool, block_table, lengths,
+                    sealed=sealed, exact=exact, counts=counts, start=start, options=options,
+                )  # fmt: skip
+            q, exact, counts = padded(q, exact, counts)
+        shape = Shape.of(q, pool, block_table, exact)
+        logits = options.sink_logits
+        asked = (options.softcap, options.window, options.scale, None if logits is None else logits.data_ptr())
+        stream = self._stream()
+        memory = functools.partial(self._intermediate, stream)
+
+        def make() -> Attention:
+            arrays = _named(calib)
+            return Attention(self._library, description, arrays, shape, options, memory, self._multiprocessors)
+
+        plan = self._plan(("attention", shape, asked, stream), description, (calib, options), make)
+        return plan(q, pool, block_table, lengths, sealed, exact, counts, start)[:, :steps]
+
+    def _write(
+        self, op: str, description: Description, calib: Calibs, given: dict[str, Tensor], sizes: dict[str, int],
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        pool = given["pool"]
+
+        def make() -> Launcher:
+            facts: dict[str, Any] = {
+                "spec": description.spec,
+                "head_dim": description.head_dim,
+                "num_kv_heads": pool.shape[1],
+                "block_tokens": pool.shape[2] // description.page.nbytes * PAGE_TOKENS,
+                "tail": description.windows.tail_tokens,
+                "dtype": str(dtype).removeprefix("torch."),
+            }
+            if "queries" in calib["k"]:
+                facts["queries"] = calib["k"]["queries"].shape[1]
+            kernel = self._library.kernel(op, layout=layout_digest(description.page), **facts)
+            arrays = write_arrays(description, calib)
+            return kernel.bind({name: _aligned(a) for name, a in arrays.items() if name in kernel.names})
+
+        launcher = self._plan((op, pool.shape[1:], dtype), description, (calib,), make)
+        if "bad" in launcher.names and "bad" not in given:  # of what is settled nobody asks how much was not finite
+            bad = self._intermediate(self._stream(), "bad", launcher.elements("bad", sizes), torch.int32)
+            given = given | {"bad": bad}
+        if "sizes" in launcher.names:
+            given = given | {"sizes": self._library.sizes(sizes)}
+        launcher.launch(sizes, *(given[name].contiguous() for name in launcher.names))
+
+    def _intermediate(self, stream: int, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory between launches of one stream."""
+        key = (stream, name, size, dtype)
+        if key not in self._memory:
+            self._memory[key] = torch.empty(size, dtype=dtype, device=self._library.device)
+        return self._memory[key]
+
+    def _plan(self, key: tuple[Any, ...], description: Description, kept: tuple[Any, ...], make: Any) -> Any:
+        """The plan of a layer, found by the addresses of its calibration, which stays alive as long as the plan."""
+        where = (key, id(description), *(a.data_ptr() for side in "kv" for a in kept[0][side].values()))
+        found = self._plans.get(where)
+        if found is None:
+            if len(self._plans) >= _KEPT:
+                self._plans.clear()
+            found = self._plans[where] = make(), (description, *kept)
+        return found[0]
+
+
+def _named(calib: Calibs) -> dict[str, Tensor]:
+    """One layer's arrays as kernels name them."""
+    found = {f"{side}/{name}": _aligned(a) for side in ("k", "v") for name, a in calib[side].items()}
+    return found | {f"{name[0]}/table": level_table(a) for name, a in found.items() if name.endswith("/levels")}
+
+
+def _aligned(a: Tensor) -> Tensor:
+    """``a``, or a copy where kernels could not load it: it is a part of something larger."""
+    return a.contiguous() if a.data_ptr() % ALIGNMENT == 0 else a.clone(memory_format=torch.contiguous_format)
