@@ -10,11 +10,11 @@ from torch_bridge.describe import describe
 
 _SERVE = """
 import sys, torch
-import torch_bridge.reference, torch_bridge.description, jkv.calibration
+import torch_bridge.cache, torch_bridge.description, torch_bridge.ops, torch_bridge.rows, jkv.calibration
 from jkv.calibration import load
 from torch_bridge.binding import bind_layers
 from torch_bridge.description import from_json
-from torch_bridge.reference import decode_attention, write_kv
+from torch_bridge.ops import decode_attention, write_kv
 
 description = from_json(open(sys.argv[1]).read())
 (calib,) = bind_layers([description], load(sys.argv[2]), 2)
