@@ -1,7 +1,7 @@
 """Which implementation serves a device: ``launch`` on a GPU where it can run, else ``reference``.
 
-``launch:FOLDER`` launches the kernels of a bundle that ``jkv build`` made; without a folder they are lowered as they are
-needed, by a process that has JAX.
+``launch:FOLDER`` launches the kernels of a bundle that ``jkv build`` made; without a folder they are lowered as they
+are needed, by a process that has JAX.
 """
 
 from __future__ import annotations
