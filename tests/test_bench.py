@@ -409,6 +409,41 @@ def test_every_scheme_is_written_by_the_kernels_that_can():
     assert {kernel for spec, kernel, _ in found if spec == "flagrot-kivi:bits=2,mode=fixed"} == {"pages", "flush"}
 
 
+def test_cases_of_a_shape_take_turns(monkeypatch):
+    taken = []
+
+    class Fake:
+        def __init__(self, spec):
+            self.spec = spec
+
+        def samples(self, count):
+            taken.append(self.spec)
+            return [1.0 * (len(taken) > 2)] * count
+
+    def timer(case):
+        if case.scheme == "kivi:bits=2":
+            raise JkvError("no kernel")
+        return Fake(case.scheme), "warp"
+
+    monkeypatch.setattr(decodes, "_timer", timer)
+    monkeypatch.setattr(decodes, "TURNS", 3)
+    rows = list(decodes.measure([case(s, context=64) for s in ("bf16", "kivi:bits=2", "fp8")]))
+    assert taken == ["bf16", "fp8"] * 3
+    assert [f.timing and f.timing.seconds for f in rows] == [1.0, None, 1.0] and "no kernel" in str(rows[1].error)
+
+
+def test_cases_that_do_not_fit_together_are_measured_apart(monkeypatch):
+    cases = [case(s, context=1024) for s in ("bf16", "fp8", "rtn:bits=4")]
+    sizes = [c.pool_bytes * decodes.sets_of(c) for c in cases]
+
+    class Device:
+        def memory_stats(self):
+            return {"bytes_limit": (sizes[0] + sizes[1]) / 0.9 + 1}
+
+    monkeypatch.setattr(decodes.jax, "devices", lambda: [Device()])
+    assert list(decodes._groups([*cases, case("fp8", context=64)])) == [cases[:2], cases[2:], [case("fp8", context=64)]]
+
+
 def test_a_decoding_step_is_timed(monkeypatch):
     real = kernels.attention.paged_attention
     slow = jax.default_backend() != "gpu"
@@ -417,5 +452,9 @@ def test_a_decoding_step_is_timed(monkeypatch):
     monkeypatch.setattr(decodes, "_MOST_SETS", 2)
     prepared = decodes.Prepared(case("fp8", context=64))
     assert len(prepared.inputs) == 2 and prepared.seconds(DecodeConfig()) > 0
+    monkeypatch.setattr(decodes, "TURNS", 2)
+    told = []
+    found = list(decodes.measure([case("fp8", context=64), case("bf16", context=64)], told.append))
+    assert [f.case for f in found] == told and all(f.timing.seconds > 0 and f.error is None for f in found)
     ran = kernels.kernel_that_runs(DecodeConfig("lane"), parse("bf16"), 64)
     assert ran == "generic" and kernels.available(parse("bf16"), 64)[0] == "generic"

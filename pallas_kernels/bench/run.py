@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -101,13 +102,18 @@ def _decode_rows(
     chosen = [baseline for baseline in baselines.BASELINES if baseline.module in others]
     shapes = list(dict.fromkeys(case.shape for case in cases))
     total = len(cases) + len(chosen) * len(shapes)
-    for index, case in enumerate(cases):
-        step(index, total, f"{case.scheme}, {case.batch} x {case.context}")
-        try:
-            timing, kernel = decode.measure(case)
-            rows.append(decode_row(case, kernel, timing, found["copy_bandwidth"]))
-        except Exception as error:  # one kernel that cannot run must not hide what the others do
-            found["skipped"].append(_skipped(case.scheme, "", case.shape, reason(error)))
+    compiled = itertools.count(1)
+
+    def done(case: BenchCase) -> None:
+        step(next(compiled), total, f"{case.scheme}, {case.batch} x {case.context}")
+
+    for measured in decode.measure(cases, done):
+        case = measured.case
+        if measured.timing is None:
+            assert measured.error is not None
+            found["skipped"].append(_skipped(case.scheme, "", case.shape, reason(measured.error)))
+        else:
+            rows.append(decode_row(case, measured.kernel, measured.timing, found["copy_bandwidth"]))
     for index, baseline in enumerate(chosen):
         missing = baselines.missing(baseline)
         if missing:

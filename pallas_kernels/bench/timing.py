@@ -34,45 +34,55 @@ def summarize(samples: Sequence[float]) -> Timing:
     return Timing(middle, low, high)
 
 
-def time_jax(
-    step: Step, state: Any, shared: Any, inputs: Sequence[Any], *, repeats: int = 20, run_seconds: float = 0.02
-) -> tuple[Timing, Any]:
-    """Time ``step(state, shared, input) -> (state, output)`` over ``inputs`` in turn; returns the last state, too.
+class Timer:
+    """Samples of ``step(state, shared, input) -> (state, output)`` over ``inputs`` in turn; compiled when it is made.
 
     ``state`` is donated to each call, which is how a pool is written in place. ``shared`` is an operand like the
     inputs: large arrays must not be captured, or they become constants of the executable. Only different inputs are
     chained: of equal calls in one function the compiler keeps one.
     """
 
-    def chain(state: Any, shared: Any, some: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        outs = []
-        for each in some:
-            state, out = step(state, shared, each)
-            outs.append(out)
-        return state, outs
+    def __init__(self, step: Step, state: Any, shared: Any, inputs: Sequence[Any], run_seconds: float = 0.02):
+        def chain(state: Any, shared: Any, some: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+            outs = []
+            for each in some:
+                state, out = step(state, shared, each)
+                outs.append(out)
+            return state, outs
 
-    compiled = jax.jit(chain, donate_argnums=0)
-    size, turn = 1, 0
+        self.state, self._shared, self._inputs = state, shared, inputs
+        self._compiled = jax.jit(chain, donate_argnums=0)
+        self._size, self._turn = 1, 0
+        self._run(2)
+        first = min(self._run(4) for _ in range(3)) / 4
+        if first < _SHORT_CALL and len(inputs) > 1:
+            self._size = min(CHAIN, len(inputs))
+            self._run(2)
+            first = min(self._run(4) for _ in range(3)) / 4
+        self._short = max(1, round(run_seconds / 4 / first))
 
-    def run(calls: int) -> float:
-        nonlocal state, turn
+    def samples(self, count: int) -> list[float]:
+        """Seconds of a call, ``count`` times."""
+        short, size = self._short, self._size
+        return [(self._run(5 * short) - self._run(short)) / (4 * short * size) for _ in range(count)]
+
+    def _run(self, calls: int) -> float:
         start = time.perf_counter()
         out = None
         for _ in range(calls):
-            some = tuple(inputs[(turn + i) % len(inputs)] for i in range(size))
-            turn += size
-            state, out = compiled(state, shared, some)
-        jax.block_until_ready((state, out))
+            some = tuple(self._inputs[(self._turn + i) % len(self._inputs)] for i in range(self._size))
+            self._turn += self._size
+            self.state, out = self._compiled(self.state, self._shared, some)
+        jax.block_until_ready((self.state, out))
         return time.perf_counter() - start
 
-    run(2)
-    first = min(run(4) for _ in range(3)) / 4
-    if first < _SHORT_CALL and len(inputs) > 1:
-        size = min(CHAIN, len(inputs))
-        run(2)
-        first = min(run(4) for _ in range(3)) / 4
-    short = max(1, round(run_seconds / 4 / first))
-    return summarize([(run(5 * short) - run(short)) / (4 * short * size) for _ in range(repeats)]), state
+
+def time_jax(
+    step: Step, state: Any, shared: Any, inputs: Sequence[Any], *, repeats: int = 20, run_seconds: float = 0.02
+) -> tuple[Timing, Any]:
+    """The median of ``repeats`` samples of a :class:`Timer`; returns the last state, too."""
+    timer = Timer(step, state, shared, inputs, run_seconds)
+    return summarize(timer.samples(repeats)), timer.state
 
 
 def time_torch(call: Callable[[int], Any], *, repeats: int = 20, run_seconds: float = 0.02) -> Timing:
