@@ -13,8 +13,9 @@ Arguments:
     ``options.query_factor(D)``: the softmax scale and log2(e), so that dot products are base-2 scores. With
     ``options.softcap`` c they carry the softmax scale only and the kernel computes ``c tanh(s / c) log2(e)``.
   pool: ``uint8[num_blocks, H, pages_per_block * page_layout.nbytes]``.
-  block_table: ``int32[B, NB]``; entries beyond a row's tokens are never used, not even to load from.
-  stored: ``int32[B]``: tokens ``first <= i < stored`` of a row are attended to.
+  block_table: ``int32[B, NB]``; entries beyond a row's tokens are never used, not even to load from. An entry outside
+    the pool is read as the pool's last block: nobody sees values inside ``jit``, and no value may lead outside.
+  stored: ``int32[B]``: tokens ``first <= i < stored`` of a row are attended to, those that the table has room for.
   first: ``int32[B]``, or ``int32[B, M]`` where every query row has its own (a sliding window over several query
     tokens): only the generic kernel takes that form, and :mod:`pallas_kernels.attend` sends it nowhere else.
   page_layout, pages_per_block: where the bytes lie (:mod:`jkv.page`).
@@ -117,7 +118,7 @@ def split_attention(
         copies.reshape(batch * heads * count, rows * dim),
         pool,
         block_table.reshape(1, -1),
-        sizes_of(blocks=block_table.shape[1], splits=splits),
+        sizes_of(blocks=block_table.shape[1], splits=splits, pool=pool.shape[0]),
         stored,
         *edges,
         *([first] if static.by_row else []),

@@ -14,12 +14,12 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jkv.core import Array, Packed, Scheme
+from jkv.core import PAGE_TOKENS, Array, Packed, Scheme
 from pallas_kernels import compat
 from pallas_kernels.fp8 import even_and_odd
 from pallas_kernels.geometry import Geometry, Window, iota, load_flags, load_side, strided
 from pallas_kernels.options import LOG2_E
-from pallas_kernels.sizes import BLOCKS, SPLITS, share, size
+from pallas_kernels.sizes import BLOCKS, POOL, SPLITS, in_pool, share, size
 from pallas_kernels.tables import HeadArrays
 
 NOTHING = -1e30  # a maximum over no scores: finite, so that differences of two of them are not NaN
@@ -80,12 +80,14 @@ def kernel(static: Static, *refs: Any) -> None:
     pair = batch * static.num_kv_heads + head
     queries = _load_queries(static, copies_ref, pair, row, _factor(static.k_form, k_calib))
     stored, low, high = (ref[batch] for ref in (stored_ref, low_ref, high_ref))
+    stored = jnp.minimum(stored, width * (geo.pages_per_block * PAGE_TOKENS))
+    last_block = size(sizes, POOL) - 1
     first = compat.load(first_ref, batch, 0, row, jnp.int32, mask=row < static.rows) if static.by_row else low
 
     def step(number: Array, carry: tuple[Any, ...], masked: bool) -> tuple[Any, ...]:
         m, l, outs = carry
         entry = batch * width + lax.div(number, jnp.int32(geo.tiles_per_block))
-        block = compat.load(table, 0, 0, entry, jnp.int32)
+        block = in_pool(compat.load(table, 0, 0, entry, jnp.int32), last_block)
         position = number * geo.tokens + iota((geo.tokens,), 0)
         at = Window(
             pool=pool,

@@ -30,7 +30,7 @@ from pallas_kernels.encoding import (
     store_entry,
 )
 from pallas_kernels.geometry import iota
-from pallas_kernels.sizes import COUNT, size, sizes_of
+from pallas_kernels.sizes import COUNT, POOL, is_below, size, sizes_of
 from pallas_kernels.write import load_mean
 
 
@@ -47,8 +47,12 @@ class FlushConfig:
 
 @dataclasses.dataclass(frozen=True)
 class _Source:
-    """Where token t of row r lies: row ``r`` of bytes, elements ``(start + t) * token + head * per_head``."""
+    """Where token t of row r lies: row ``r`` of bytes, elements ``(start + t) * token + head * per_head``.
 
+    A row has ``tokens`` of them.
+    """
+
+    tokens: int
     token: int
     per_head: int
     settled: bool
@@ -63,16 +67,17 @@ def _kernel(
     slot, start = (compat.load(ref, 0, 0, row, jnp.int32) for ref in (page_ref, start_ref))
     bad_at = head * size(sizes, COUNT) + row
     shape = (PAGE_TOKENS, dim)
+    live = is_below(slot, size(sizes, POOL) * pages_per_block) & is_below(start, source.tokens - PAGE_TOKENS + 1)
 
     def load(ref: Any) -> Array:
         index = (start + iota(shape, 0)) * source.token + head * source.per_head + iota(shape, 1)
         return compat.load(ref, row, 0, index, ref.dtype, evict="evict_first")
 
-    @pl.when(slot < 0)
+    @pl.when(~live)
     def _nothing() -> None:
         compat.store(bad, 0, 0, bad_at, jnp.int32(0))
 
-    @pl.when(slot >= 0)
+    @pl.when(live)
     def _encode() -> None:
         inside = calib_in_kernel(prepared, tuple(arrays), head)
         centred = "mean" in prepared.k and not source.settled
@@ -104,8 +109,9 @@ def flush(
     """Encode one page per row from the rings ``tail_k, tail_v: bf16[B, H, W, D]`` into the pool; returns the pool.
 
     ``start: int32[B]`` is the ring slot of the page's first token, a multiple of 32 below W; ``page: int32[B]`` is
-    ``block * pages_per_block + page in the block``, negative where a row has nothing to write. ``calib`` and ``pool``
-    are as for :func:`pallas_kernels.write.write`. Ring entries are settled already; one that is not finite is zero.
+    ``block * pages_per_block + page in the block``, negative where a row has nothing to write. Inside ``jit``, a page
+    beyond the pool or a start beyond the ring is nothing to write either. ``calib`` and ``pool`` are as for
+    :func:`pallas_kernels.write.write`. Ring entries are settled already; one that is not finite is zero.
 
     Raises:
       JkvError: for shapes that do not fit, or (outside ``jit``) a page or a start out of range.
@@ -117,7 +123,7 @@ def flush(
             f"{tuple(page.shape)} do not fit; they must be [B, H, W, D] twice, W a multiple of 32, and [B] twice"
         )
     check_range("start", start, width - PAGE_TOKENS + 1)
-    source = _Source(token=dim, per_head=width * dim, settled=True)
+    source = _Source(tokens=width, token=dim, per_head=width * dim, settled=True)
     rows = (tail_k.reshape(batch, -1), tail_v.reshape(batch, -1))
     return _run(scheme, calib, *rows, pool, start, page, source, heads, dim, config, interpret)[0]
 
@@ -146,7 +152,7 @@ def write_pages(
             "[P, 32, H, D] twice and [P]"
         )
     count, _, heads, dim = k.shape
-    source = _Source(token=heads * dim, per_head=dim, settled=False)
+    source = _Source(tokens=PAGE_TOKENS, token=heads * dim, per_head=dim, settled=False)
     rows = (k.reshape(count, -1), v.reshape(count, -1))
     return _run(scheme, calib, *rows, pool, jnp.zeros_like(page), page, source, heads, dim, config, interpret)
 
@@ -184,5 +190,8 @@ def _launch(
         compiler_params=compat.compiler_params(config.num_warps, 1),
         interpret=interpret,
         name="jkv_flush",
-    )(sizes_of(count=count), *(x[None].astype(jnp.int32) for x in (page, start)), k, v, *arrays, pool)
+    )(
+        sizes_of(count=count, pool=pool.shape[0]), *(x[None].astype(jnp.int32) for x in (page, start)), k, v, *arrays,
+        pool,
+    )  # fmt: skip
     return out[0], out[1].reshape(heads, count)

@@ -28,7 +28,7 @@ from pallas_kernels.lane_decode_keys import Keys
 from pallas_kernels.lane_decode_layout import LANES, Side, checked_sides, sides
 from pallas_kernels.lane_decode_tile import Tile, is_signed
 from pallas_kernels.options import LOG2_E, AttentionOptions
-from pallas_kernels.sizes import BLOCKS, SPLITS, share, size, sizes_of
+from pallas_kernels.sizes import BLOCKS, POOL, SPLITS, in_pool, share, size, sizes_of
 
 
 def supports(scheme: Scheme, head_dim: int) -> bool:
@@ -132,7 +132,7 @@ def launch(
         copies.reshape(batch * heads, count * rows * dim),
         pool,
         block_table.reshape(1, -1),
-        sizes_of(blocks=block_table.shape[1], splits=splits),
+        sizes_of(blocks=block_table.shape[1], splits=splits, pool=pool.shape[0]),
         stored,
         first,
         *arrays.values(),
@@ -170,7 +170,8 @@ def _kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
     width, splits = size(sizes, BLOCKS), size(sizes, SPLITS)
     pair = batch * static.num_kv_heads + head
     first_row = row_tile * static.row_tile
-    stored, low = stored_ref[batch], first_ref[batch]
+    stored, low = jnp.minimum(stored_ref[batch], width * per_block), first_ref[batch]
+    last_block = size(sizes, POOL) - 1
     k_mults, v_mults = (
         (_multiplier(ref.get(f"{side}/scale_mult"), head), _multiplier(ref.get(f"{side}/zero_mult"), head))
         for side in "kv"
@@ -182,7 +183,8 @@ def _kernel(static: Static, names: tuple[str, ...], *refs: Any) -> None:
     def step(number: Array, carry: tuple[Any, ...]) -> tuple[Any, ...]:
         m, l, sums = carry
         at = number * tokens
-        block = compat.load(table, 0, 0, batch * width + lax.div(at, jnp.int32(per_block)), jnp.int32)
+        entry = batch * width + lax.div(at, jnp.int32(per_block))
+        block = in_pool(compat.load(table, 0, 0, entry, jnp.int32), last_block)
         position = at + iota((tokens,), 0)
         seen = (position >= low) & (position < stored)
         slot = lax.rem(at, jnp.int32(per_block))

@@ -8,6 +8,7 @@ import dataclasses
 BLOCKS = 0  # entries of a row of the block table
 SPLITS = 1  # programs that share a row's tokens
 COUNT = 2  # tokens that a write kernel is given, or pages
+POOL = 3  # blocks of the pool
 LENGTH = 8
 
 

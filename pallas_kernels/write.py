@@ -30,7 +30,7 @@ from pallas_kernels.encoding import (
     store_entry,
 )
 from pallas_kernels.geometry import iota
-from pallas_kernels.sizes import COUNT, size, sizes_of
+from pallas_kernels.sizes import COUNT, POOL, is_below, size, sizes_of
 from pallas_kernels.warp import write as warp_write
 from pallas_kernels.warp.writable import at_once, supports
 
@@ -144,7 +144,8 @@ def _kernel(
     token = compat.program_id(0) * config.tokens + iota((config.tokens,), 0)
     there = token < count
     slot = compat.load(slots, 0, 0, token, jnp.int32, mask=there, other=-1)
-    live = slot >= 0
+    block_tokens = pages_per_block * PAGE_TOKENS
+    live = is_below(slot, size(sizes, POOL) * block_tokens)
     # Rows do not wait for slots: those of a skipped token are read and not stored.
     load = functools.partial(load_rows, head=head, row=token, live=there, dim=dim, lane_channels=config.lane_channels)
     inside = calib_in_kernel(prepared, tuple(arrays), head, config.rows_together)
@@ -155,7 +156,6 @@ def _kernel(
     k, k_wrong = settle(load(k_ref), mean)
     compat.store(bad, 0, 0, head * count + token, jnp.where(live, v_wrong + k_wrong, 0), mask=there)
     fields = pages.named(scheme, scheme.k.encode(inside["k"], k), v_packed)
-    block_tokens = pages_per_block * PAGE_TOKENS
     safe = jnp.maximum(slot, 0)
     block, entry = safe // block_tokens, safe % block_tokens
     for field in layout.fields:
@@ -175,10 +175,10 @@ def write(
 ) -> tuple[Array, Array]:
     """Encode ``k, v: [N, H, D]`` token by token into ``pool: uint8[num_blocks, H, block bytes]``.
 
-    ``slots: int32[N]`` is ``block * block_tokens + position`` of every token; a negative slot skips it. ``calib`` is
-    one layer of :func:`jkv.calibration.bind`, or :func:`pallas_kernels.encoding.prepare` of it. Returns the pool,
-    updated in place where it is donated, and ``int32[H, N]``: how many values of a token were not finite (they are
-    stored as zero).
+    ``slots: int32[N]`` is ``block * block_tokens + position`` of every token; a negative slot skips it, and inside
+    ``jit`` so does one beyond the pool. ``calib`` is one layer of :func:`jkv.calibration.bind`, or
+    :func:`pallas_kernels.encoding.prepare` of it. Returns the pool, updated in place where it is donated, and
+    ``int32[H, N]``: how many values of a token were not finite (they are stored as zero).
 
     Raises:
       JkvError: for a scheme that stores whole pages, shapes that do not fit, or (outside ``jit``) a slot out of range.
@@ -223,6 +223,7 @@ def _launch(
         interpret=interpret,
         name="jkv_write",
     )(
-        sizes_of(count=count), slots[None].astype(jnp.int32), k.reshape(count, -1), v.reshape(count, -1), *arrays, pool
+        sizes_of(count=count, pool=pool.shape[0]), slots[None].astype(jnp.int32), k.reshape(count, -1),
+        v.reshape(count, -1), *arrays, pool,
     )  # fmt: skip
     return out[0], out[1].reshape(heads, count)

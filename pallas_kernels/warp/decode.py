@@ -20,7 +20,7 @@ from jkv.page import PageLayout
 from pallas_kernels import compat
 from pallas_kernels.config import DecodeConfig
 from pallas_kernels.options import AttentionOptions
-from pallas_kernels.sizes import BLOCKS, SPLITS, size, sizes_of
+from pallas_kernels.sizes import BLOCKS, POOL, SPLITS, in_pool, size, sizes_of
 from pallas_kernels.warp import online
 from pallas_kernels.warp.keys import KeySide
 from pallas_kernels.warp.operands import Queries, calibrated, plan_of, sides_of
@@ -62,24 +62,26 @@ class Walk:
     def __init__(self, static: Static, ref: dict[str, Any], batch: Array, head: Array, split: Array, splits: Array):
         tokens = static.unit_tokens
         stored, self.first = (compat.load(ref[n], 0, 0, batch, jnp.int32) for n in ("stored", "first"))
+        width, self._last_block = size(ref["sizes"], BLOCKS), size(ref["sizes"], POOL) - 1
         self.stored = stored
         # What sizes.share does, whose clamps would take MXFP4 over 128 registers: an empty share ends before it begins.
         skip = self.first // tokens if static.masked else 0
         last = (stored + (tokens - 1)) // tokens
         share = jax.lax.div(last - skip + splits - 1, splits)
         self.begin = skip + split * share
-        self.end = jnp.minimum(self.begin + share, last)
         per_page = PAGE_TOKENS // tokens
+        # The table's room limits the end alone: a limit of `stored` takes five registers more.
+        room = width * (static.per_block * per_page)
+        self.end = jnp.minimum(jnp.minimum(self.begin + share, last), room)
         self._static, self._ref, self._head = static, ref, head
-        self._table = batch * size(ref["sizes"], BLOCKS)
+        self._table = batch * width
         self._per_block = static.per_block * per_page
         self._fields = {name: (start, size // per_page) for name, start, size in static.fields}
 
     def block_of(self, number: Array) -> Array:
-        """The block of a unit; beyond the last unit, its block again."""
+        """The block of a unit; beyond the last unit, its block again. Of an empty share it may be any of the pool."""
         index = self._inside(number) // self._per_block
-        block = compat.load(self._ref["block_table"], 0, 0, self._table + index, jnp.int32)
-        return jnp.where(self.end > self.begin, block, 0)
+        return in_pool(compat.load(self._ref["block_table"], 0, 0, self._table + index, jnp.int32), self._last_block)
 
     def unit(self, number: Array, block: Array) -> Unit:
         """Unit ``number``, whose block is known."""
@@ -227,7 +229,7 @@ def split_attention(
         "block_table": block_table.reshape(1, -1),
         "stored": stored[None],
         "first": first[None],
-        "sizes": sizes_of(blocks=block_table.shape[1], splits=config.num_splits),
+        "sizes": sizes_of(blocks=block_table.shape[1], splits=config.num_splits, pool=pool.shape[0]),
     }
     static = Static(
         names=tuple(sorted(operands)),

@@ -19,7 +19,7 @@ from jkv.core import PAGE_TOKENS, SEGMENT, Scheme
 from jkv.page import PageLayout
 from pallas_kernels import compat
 from pallas_kernels.encoding import Prepared, operands, specs
-from pallas_kernels.sizes import COUNT, size, sizes_of
+from pallas_kernels.sizes import COUNT, POOL, is_below, size, sizes_of
 from pallas_kernels.warp import hadamard, quantize
 from pallas_kernels.warp.pairs import bf16x2, floats, pack_bf16
 from pallas_kernels.warp.scatter import scatter
@@ -52,6 +52,7 @@ def _kernel(sizes: Any, slots: Any, k_ref: Any, v_ref: Any, *refs: Any, static: 
     program, head = compat.program_id(0), compat.program_id(1)
     segment, own = number() & (static.segments - 1), number() >> (static.segments.bit_length() - 1)
     tokens, count = LANES // static.segments, size(sizes, COUNT)
+    slots_there = size(sizes, POOL) * static.block_tokens
     calib = {side: _scalars(ref, side, head) for side in ("k", "v")}
     whole = None
     if static.sides.turned:
@@ -65,7 +66,7 @@ def _kernel(sizes: Any, slots: Any, k_ref: Any, v_ref: Any, *refs: Any, static: 
         offset = (token * static.heads + head) * (2 * static.head_dim) + segment * (2 * SEGMENT)
         k, v = (_words(x, 0, offset, 4) for x in (k_ref, v_ref))
         k, v, wrong = _finite(k, v, static.segments)
-        live = inside & (slot >= 0)
+        live = inside & is_below(slot, slots_there)
         where = _Place(static, pool, jnp.maximum(slot, 0).astype(jnp.uint32), live, head, segment)
         _encode_values(static, calib["v"], v, whole, where)
         _encode_keys(static, calib["k"], k, ref, head, whole, where)
@@ -216,5 +217,8 @@ def launch(
         compiler_params=compat.compiler_params(1, 1),
         interpret=interpret,
         name="jkv_warp_write",
-    )(sizes_of(count=count), slots[None].astype(jnp.int32), k.reshape(1, -1), v.reshape(1, -1), *arrays, pool)
+    )(
+        sizes_of(count=count, pool=pool.shape[0]), slots[None].astype(jnp.int32), k.reshape(1, -1), v.reshape(1, -1),
+        *arrays, pool,
+    )  # fmt: skip
     return out[0], out[1].reshape(heads, count)
