@@ -4,7 +4,7 @@
 
     library = Library(load_bundle("kernels.jkv"), torch.device("cuda", 0))
     split = library.kernel("split", spec="kivi:bits=2", head_dim=128, num_kv_heads=8, gqa=4)
-    sizes = {"batch": 32, "splits": 16, "width": 512}
+    sizes = {"batch": 32, "splits": 16, "width": 512, "blocks": 16384}
     split = split.bind({"pool": pool, "sizes": library.sizes(sizes)})
     split.launch(sizes, *tensors)  # those of split.names, in that order
 
@@ -27,14 +27,14 @@ from jkv.errors import JkvError
 from pallas_kernels import build
 from pallas_kernels.bundle.facts import OPS, Facts, codec_spec
 from pallas_kernels.bundle.format import Kernel, Variant
-from pallas_kernels.lowered import BLOCKS, COUNT, LENGTH, SPLITS, Lowered
+from pallas_kernels.lowered import BLOCKS, COUNT, LENGTH, POOL, SPLITS, Lowered
 from torch_bridge.binaries import Binary, binary_of
 from torch_bridge.driver import Driver, target_of
 from torch_bridge.driver import driver as installed_driver
 from torch_bridge.function import Function
 from torch_bridge.launcher import Launcher
 
-_PLACES = {"width": BLOCKS, "splits": SPLITS, "pages": COUNT, "tokens": COUNT}
+_PLACES = {"width": BLOCKS, "splits": SPLITS, "pages": COUNT, "tokens": COUNT, "blocks": POOL}
 
 
 class KernelSource(Protocol):
@@ -113,7 +113,8 @@ class Library:
         return found
 
     def sizes(self, sizes: Mapping[str, int]) -> Tensor:
-        """The operand ``sizes``: ``width`` (entries of a row of the block table), ``splits``, ``tokens`` or ``pages``.
+        """The operand ``sizes``: ``width`` (entries of a row of the block table), ``splits``, ``tokens`` or ``pages``,
+        and ``blocks`` of the pool, beyond which no kernel reads or writes.
 
         Equal sizes share one tensor, which is to be made before a CUDA graph is captured.
         """

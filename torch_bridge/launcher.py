@@ -53,7 +53,8 @@ class Launcher:
         return made
 
     def launch(self, sizes: Mapping[str, int], *tensors: Tensor) -> None:
-        """Queue one launch. ``sizes`` are those that its grid depends on: ``batch``, ``splits``, ``tokens``, ``pages``.
+        """Queue one launch. ``sizes`` are those that its grid and operands depend on: of ``batch``, ``splits``,
+        ``tokens``, ``pages``, ``width`` and ``blocks``.
 
         Raises:
           JkvError: for tensors that do not fit, naming the first.
@@ -106,6 +107,12 @@ class Launcher:
             raise JkvError(
                 f"sizes {dict(sizes)} lack {error}, which the grid of {self.kernel.op!r} depends on"
             ) from None
+        for argument in self.kernel.arguments:
+            for name in argument.elements.sizes:
+                if name not in sizes:
+                    raise JkvError(
+                        f"sizes {dict(sizes)} lack {name!r}, which {argument.name} of {self.kernel.op!r} depends on"
+                    )
         if max(y, z) > _MOST:
             raise JkvError(f"{self.kernel.op!r} with sizes {dict(sizes)} is a grid of {(x, y, z)}, more than a GPU has")
         plan = (self._functions[number] if x * y * z else None, (x, y, z))

@@ -48,7 +48,12 @@ def attention_facts(rows: Filled, steps: int = 1) -> dict[str, Any]:
 
 def attend(library: Library, rows: Filled, operands: Operands, splits: int, steps: int = 1) -> Tensor:
     """Attention of ``operands`` (:func:`attention_operands`) by three launches: ``[B, T, Hq, D]``."""
-    sizes = {"batch": rows.q.shape[0], "splits": splits, "width": rows.block_table.shape[1]}
+    sizes = {
+        "batch": rows.q.shape[0],
+        "splits": splits,
+        "width": rows.block_table.shape[1],
+        "blocks": rows.pool.shape[0],
+    }
     operands["sizes"] = library.sizes(sizes)
     for op in ("prepare", "split", "combine"):
         run(library.kernel(op, **attention_facts(rows, steps)), sizes, operands)
@@ -84,7 +89,7 @@ def write(
     library: Library, at: Side, op: str, operands: Operands, count: int, device: torch.device, tail: int = PAGE_TOKENS
 ) -> Operands:
     """One launch of a write kernel; the pool among the operands is updated."""
-    sizes = {"pages" if op != "write" else "tokens": count}
+    sizes = {"pages" if op != "write" else "tokens": count, "blocks": operands["pool"].shape[0]}
     dim = at.description.head_dim
     made = {name: x.contiguous().to(device, copy=True) for name, x in operands.items()}
     made |= {name: x.to(device, copy=True) for name, x in write_arrays(at.description, at.tensors).items()}

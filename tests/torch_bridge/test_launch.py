@@ -92,7 +92,8 @@ def test_grids_follow_sizes_and_results_have_room(library: Library, fake: FakeDr
         assert split.elements("o", sizes) == batch * 2 * splits * 4 * 64
     write = library.kernel("write", **FACTS)
     for tokens in (1, 16, 17, 1000):
-        write.launch({"tokens": tokens}, *_tensors(write, {"tokens": tokens, "blocks": 2}))
+        sizes = {"tokens": tokens, "blocks": 2}
+        write.launch(sizes, *_tensors(write, sizes))
         assert fake.launched[-1].grid == (-(-tokens // 16), 2, 1)
 
 
@@ -101,7 +102,7 @@ def test_the_pool_is_one_tensor(library: Library, fake: FakeDriver):
     sizes = {"tokens": 40, "blocks": 2}
     pool = write.empty("pool", sizes)
     assert write.names.count("pool") == 1
-    write.launch({"tokens": 40}, *_tensors(write, sizes, pool=pool))
+    write.launch(sizes, *_tensors(write, sizes, pool=pool))
     assert fake.launched[-1].addresses.count(pool.data_ptr()) == 2
 
 
@@ -120,7 +121,7 @@ def test_variants_by_size(library: Library, fake: FakeDriver, compiled: list[str
 def test_bound_tensors_are_given_once(library: Library, fake: FakeDriver):
     split = library.kernel("split", gqa=4, **FACTS)
     sizes = library.sizes(SIZES)
-    assert sizes.tolist() == [[7, 5, 0, 0, 0, 0, 0, 0]] and library.sizes(dict(SIZES)) is sizes
+    assert sizes.tolist() == [[7, 5, 0, 9, 0, 0, 0, 0]] and library.sizes(dict(SIZES)) is sizes
     pool = split.empty("pool", SIZES)
     bound = split.bind({"pool": pool, "sizes": sizes})
     assert set(split.names) - set(bound.names) == {"pool", "sizes"} and split.names != bound.names
@@ -177,7 +178,8 @@ def test_launches_from_several_threads_do_not_mix(library: Library, fake: FakeDr
 
 def test_nothing_to_do_is_not_launched(library: Library, fake: FakeDriver):
     write = library.kernel("write", **FACTS)
-    write.launch({"tokens": 0}, *_tensors(write, {"tokens": 0, "blocks": 2}))
+    sizes = {"tokens": 0, "blocks": 2}
+    write.launch(sizes, *_tensors(write, sizes))
     assert not fake.launched
 
 
@@ -215,6 +217,8 @@ def test_other_misuse_is_refused(library: Library, fake: FakeDriver):
         split.launch(SIZES, tensors[0])
     with pytest.raises(JkvError, match=r"lack 'splits', which the grid of 'split' depends on"):
         split.launch({"batch": 3}, *_tensors(split, SIZES))
+    with pytest.raises(JkvError, match=r"lack 'blocks', which pool of 'split' depends on"):
+        split.launch({"batch": 3, "splits": 5, "width": 7}, *tensors)
     many = {"batch": 1, "splits": 70000, "width": 1, "blocks": 1}
     with pytest.raises(JkvError, match=r"is a grid of \(1, 2, 70000\), more than a GPU has"):
         split.launch(many, *_tensors(split, many))
@@ -365,4 +369,4 @@ def test_serving_imports_no_jax(bundle: Bundle, tmp_path: Path):
 def test_places_of_sizes_are_those_of_the_kernels():
     from pallas_kernels import sizes
 
-    assert (sizes.BLOCKS, sizes.SPLITS, sizes.COUNT, sizes.LENGTH) == (0, 1, 2, 8)
+    assert (sizes.BLOCKS, sizes.SPLITS, sizes.COUNT, sizes.POOL, sizes.LENGTH) == (0, 1, 2, 3, 8)

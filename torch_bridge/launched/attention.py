@@ -33,6 +33,7 @@ class Shape:
     dtype: torch.dtype
     heads: int
     block_bytes: int
+    blocks: int  # of the pool
     width: int  # entries of a row of the block table
     tail: int
     sinks: int
@@ -45,8 +46,8 @@ class Shape:
 
         batch, steps, q_heads, _ = q.shape
         return cls(
-            batch, steps, q_heads, q.dtype, pool.shape[1], pool.shape[2], block_table.shape[1], tokens(exact.tail),
-            tokens(exact.sinks), exact.fresh is not None,
+            batch, steps, q_heads, q.dtype, pool.shape[1], pool.shape[2], pool.shape[0], block_table.shape[1],
+            tokens(exact.tail), tokens(exact.sinks), exact.fresh is not None,
         )  # fmt: skip
 
 
@@ -83,7 +84,7 @@ class Attention:
         max_tokens = shape.width * int(str(facts["block_tokens"]))
         num_warps = kernels["split"].kernel.variants[0].num_warps
         splits = number_of_splits(shape.batch * shape.heads, max_tokens, multiprocessors, num_warps)
-        self.sizes = {"batch": shape.batch, "splits": splits, "width": shape.width}
+        self.sizes = {"batch": shape.batch, "splits": splits, "width": shape.width, "blocks": shape.blocks}
         self._shape, self._window = shape, options.window
         none = torch.zeros(shape.batch, dtype=torch.int32, device=library.device)
         self._fixed = {

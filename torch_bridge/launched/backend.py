@@ -49,7 +49,7 @@ class LaunchedBackend:
     ) -> Tensor:
         bad = torch.zeros(pool.shape[1], k.shape[0], dtype=torch.int32, device=pool.device)
         given = {"k": k, "v": v, "pool": pool, "slots": slot_mapping.to(torch.int32), "bad": bad}
-        self._write("write", description, calib, given, {"tokens": k.shape[0]}, k.dtype)
+        self._write("write", description, calib, given, {"tokens": k.shape[0], "blocks": pool.shape[0]}, k.dtype)
         return bad
 
     def write_pages(
@@ -58,17 +58,17 @@ class LaunchedBackend:
         bad = torch.zeros(pool.shape[1], k.shape[0], dtype=torch.int32, device=pool.device)
         start = torch.zeros_like(page, dtype=torch.int32)
         given = {"k": k, "v": v, "pool": pool, "page": page.to(torch.int32), "start": start, "bad": bad}
-        self._write("write_pages", description, calib, given, {"pages": k.shape[0]}, k.dtype)
+        self._write("write_pages", description, calib, given, {"pages": k.shape[0], "blocks": pool.shape[0]}, k.dtype)
         return bad
 
     def flush_group(
         self, description: Description, calib: Calibs, tail_k: Tensor, tail_v: Tensor, pool: Tensor, start: Tensor,
         page: Tensor,
     ) -> None:  # fmt: skip
-        rows = tail_k.shape[0]
+        sizes = {"pages": tail_k.shape[0], "blocks": pool.shape[0]}
         given = {"tail_k": tail_k, "tail_v": tail_v, "pool": pool}
         given |= {"start": start.to(torch.int32), "page": page.to(torch.int32)}
-        self._write("flush", description, calib, given, {"pages": rows}, torch.bfloat16)
+        self._write("flush", description, calib, given, sizes, torch.bfloat16)
 
     def paged_attention(
         self, description: Description, calib: Calibs, q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *,

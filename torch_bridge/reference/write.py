@@ -67,7 +67,7 @@ def flush_group(
     entries are settled already (keys have lost their mean); one that is not finite is stored as zero.
 
     Raises:
-      JkvError: as :func:`write_kv`, and for a start that leaves less than a page.
+      JkvError: as :func:`write_kv`, and for a start that leaves less than a page (on a GPU, its row is skipped).
     """
     pages = check_pool(description, pool)
     check_calib(description, calib, pool)
@@ -76,6 +76,7 @@ def flush_group(
     row = torch.arange(tail_k.shape[0], device=tail_k.device)[:, None]
     width = tail_k.shape[2]
     first = start.to(torch.int64).clamp(0, width - PAGE_TOKENS)
+    page = torch.where(start == first, page, -1)
     slot = first[:, None] + torch.arange(PAGE_TOKENS, device=tail_k.device)
     k, v = (tail[row, :, slot] for tail in (tail_k, tail_v))  # [B, 32, H, D]
     _write(description, without_mean(calib)[1], k, v, pool, page, pages, pages)

@@ -133,6 +133,33 @@ def test_writing(launched: LaunchedBackend, spec: str):
         _assert_equal(got, want)
 
 
+def test_no_value_leads_outside_the_pool(launched: LaunchedBackend):
+    """The kernels are told of the first half of a pool: the other half stays as it is."""
+    rows = filled(SPEC, DIM)
+    description, calib, pool, table, exact = _on_device(rows)
+    whole = torch.full((4, HEADS, PER_BLOCK * description.page.nbytes), 0xA5, dtype=torch.uint8, device=DEVICE)
+    half, before = whole[:2], whole.clone()
+    k, v = (x.to(torch.bfloat16).flatten(0, 1)[:96].to(DEVICE) for x in (rows.k, rows.v))
+    beyond = torch.tensor([2 * BLOCK_TOKENS, 4 * BLOCK_TOKENS - 1, 2**31 - 1, -(2**31)], device=DEVICE)
+    launched.write_kv(description, calib, k, v, half, beyond.repeat(24))
+    page = torch.tensor([2 * PER_BLOCK, 2**31 - 1, -1], device=DEVICE)
+    pages = [x.unflatten(0, (3, PAGE_TOKENS)) for x in (k, v)]
+    launched.write_pages(description, calib, *pages, half, page)
+    tails = [x.transpose(1, 2).contiguous() for x in pages]
+    launched.flush_group(description, calib, *tails, half, torch.tensor([1, -1, 2**31 - 1], device=DEVICE), page * 0)
+    assert (whole == before).all()
+    if GPU:
+        q = rows.q[:, :1].to(DEVICE, torch.bfloat16)
+        lengths = torch.full((q.shape[0],), 2**20, device=DEVICE)
+        for block in (-1, -(2**31), pool.shape[0], 2**31 - 1):
+            out = launched.paged_attention(
+                description, calib, q, pool, torch.full_like(table, block), lengths, sealed=lengths, exact=exact
+            )
+            last = torch.full_like(table, pool.shape[0] - 1)
+            want = launched.paged_attention(description, calib, q, pool, last, lengths, sealed=lengths, exact=exact)
+            assert torch.equal(raw(out.cpu()), raw(want.cpu()))
+
+
 def _assert_equal(got: torch.Tensor, want: torch.Tensor, *counts: torch.Tensor) -> None:
     if GPU:
         assert (raw(got.cpu()) == raw(want)).all()

@@ -126,6 +126,13 @@ def test_a_page_that_left_the_ring(spec):
     assert torch.equal(got, want)
 
 
+def test_a_page_that_starts_before_the_ring_is_skipped():
+    at, pool = side("rtn:bits=3"), pool_of("rtn:bits=3")
+    ring = torch.ones(3, HEADS, 64, 64, dtype=torch.bfloat16)
+    flush_group(at.description, at.tensors, ring, ring, pool, torch.tensor([-1, -64, -(2**31)]), torch.arange(3))
+    assert torch.equal(pool, pool_of("rtn:bits=3"))
+
+
 def test_pages_of_a_per_token_scheme_are_its_tokens():
     at, (k, v) = side("rtn:bits=3"), (tensor(x) for x in prompt())
     by_page, by_token = pool_of("rtn:bits=3"), pool_of("rtn:bits=3")
