@@ -89,8 +89,8 @@ class Library:
         Args:
           layout: digest of the pages that it shall read (:func:`pallas_kernels.bundle.facts.layout_digest`); others
             are refused.
-          facts: fields of :class:`pallas_kernels.bundle.facts.Attention` or ``Writing``. A spec may state windows;
-            they are not looked at, ``tail`` and ``sinks`` are.
+          facts: fields of :class:`pallas_kernels.bundle.facts.Attention`, ``Writing`` or ``Appending``. A spec may
+            state windows; they are not looked at, ``tail`` and ``sinks`` are.
 
         Raises:
           JkvError: where the source has no such kernel, or it cannot be compiled or loaded.
@@ -98,8 +98,8 @@ class Library:
         if op not in OPS:
             raise JkvError(f"op={op!r} is unknown; it must be one of {', '.join(OPS)}")
         try:
-            wanted = OPS[op](**facts | {"spec": codec_spec(facts["spec"])})
-        except (TypeError, KeyError) as error:
+            wanted = OPS[op](**facts | ({"spec": codec_spec(facts["spec"])} if "spec" in facts else {}))
+        except TypeError as error:
             raise JkvError(f"the facts of {op!r} do not fit: {error}") from None
         with self._lock:
             found = self._kernels.get((op, wanted))
@@ -107,7 +107,7 @@ class Library:
                 found = self._kernels[op, wanted] = self._make(op, wanted)
         if layout not in (None, found.kernel.layout):
             raise JkvError(
-                f"{op!r} of {wanted.spec!r} reads pages of layout {found.kernel.layout}, not {layout}; build the "
+                f"{op!r} of {facts.get('spec')!r} reads pages of layout {found.kernel.layout}, not {layout}; build the "
                 "bundle anew"
             )
         return found

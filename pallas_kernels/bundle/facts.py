@@ -50,14 +50,27 @@ class Writing:
     queries: int = 512
 
 
-Facts = Attention | Writing
-OPS: dict[str, type[Attention] | type[Writing]] = {
+@dataclasses.dataclass(frozen=True)
+class Appending:
+    """A token a row on its way to pages, whatever their scheme: ``tail`` slots of the ring, ``sinks`` first tokens;
+    ``dtype`` is that of keys and values."""
+
+    head_dim: int
+    num_kv_heads: int
+    tail: int = PAGE_TOKENS
+    sinks: int = 0
+    dtype: str = "bfloat16"
+
+
+Facts = Attention | Writing | Appending
+OPS: dict[str, type[Attention] | type[Writing] | type[Appending]] = {
     "prepare": Attention,
     "split": Attention,
     "combine": Attention,
     "write": Writing,
     "write_pages": Writing,
     "flush": Writing,
+    "append": Appending,
 }
 
 

@@ -77,7 +77,8 @@ class Variant:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One operation for one setting (``facts``) on some targets. ``layout`` is a digest of the pages that it reads."""
+    """One operation for one setting (``facts``) on some targets. ``layout`` is a digest of the pages that it reads or
+    writes, empty where there are none."""
 
     op: str
     name: str

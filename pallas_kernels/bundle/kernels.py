@@ -10,7 +10,7 @@ import numpy as np
 
 from jkv import page as pages
 from pallas_kernels import build, compat
-from pallas_kernels.bundle.facts import Facts, layout_digest
+from pallas_kernels.bundle.facts import Appending, Facts, layout_digest
 from pallas_kernels.bundle.format import Argument, Extent, Kernel, Role, Variant
 from pallas_kernels.bundle.ops import parts_of
 from pallas_kernels.bundle.origins import Launch, Operand, launch_of
@@ -35,7 +35,7 @@ def make(op: str, facts: Facts, target: str) -> Made:
     Raises:
       JkvError: for facts that the scheme or its kernels do not allow, or an unknown target.
     """
-    platform, scheme = build.platform_of(target), scheme_of(facts)
+    platform = build.platform_of(target)
     parts = parts_of(op, facts, target)
     # The last one has no limits, or the widest ones: there every size is its prime.
     launch = launch_of(parts[-1].function, parts[-1].arrays)
@@ -56,11 +56,18 @@ def make(op: str, facts: Facts, target: str) -> Made:
         name=lowered.name,
         targets=(target,),
         facts=dataclasses.asdict(facts),
-        layout=layout_digest(pages.layout(scheme, facts.head_dim)),
+        layout=_layout(facts),
         arguments=arguments,
         variants=tuple(variants.values())[::-1],
     )
     return Made(kernel, texts, tables)
+
+
+def _layout(facts: Facts) -> str:
+    """The digest of the pages that a kernel reads or writes; empty where it has none."""
+    if isinstance(facts, Appending):
+        return ""
+    return layout_digest(pages.layout(scheme_of(facts), facts.head_dim))
 
 
 def _arguments(part: Part, launch: Launch) -> tuple[tuple[Argument, ...], dict[str, np.ndarray]]:

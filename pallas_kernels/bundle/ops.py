@@ -10,7 +10,7 @@ from typing import Any
 
 from pallas_kernels import build
 from pallas_kernels.bundle import attention, writing
-from pallas_kernels.bundle.facts import Attention, Facts
+from pallas_kernels.bundle.facts import Appending, Attention, Facts
 from pallas_kernels.bundle.parts import Part, scheme_of
 
 
@@ -18,6 +18,8 @@ def parts_of(op: str, facts: Facts, target: str) -> list[Part]:
     """The texts of one operation on a target, those with limits first."""
     if isinstance(facts, Attention):
         return {"prepare": attention.prepare, "split": attention.split, "combine": attention.combine}[op](facts, target)
+    if isinstance(facts, Appending):
+        return writing.append(facts)
     return {"write": writing.write, "write_pages": writing.write_pages, "flush": writing.flush}[op](facts, target)
 
 

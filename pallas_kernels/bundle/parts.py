@@ -15,7 +15,7 @@ from jkv import page as pages
 from jkv.core import PAGE_TOKENS, SEGMENT, Scheme
 from jkv.registry import parse
 from jkv.units import Windows
-from pallas_kernels.bundle.facts import Facts
+from pallas_kernels.bundle.facts import Attention, Writing
 
 Named = dict[str, Any]
 # What stands for a target's device: the names that tables and defaults go by.
@@ -43,7 +43,7 @@ class Part:
     limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def scheme_of(facts: Facts) -> Scheme:
+def scheme_of(facts: Attention | Writing) -> Scheme:
     """The scheme of some facts, with their windows."""
     windows = Windows(
         tail="page" if facts.tail else "0",
@@ -57,7 +57,7 @@ def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def calib_of(scheme: Scheme, facts: Facts) -> Named:
+def calib_of(scheme: Scheme, facts: Attention | Writing) -> Named:
     """A layer's bound arrays: names and shapes are those of :func:`jkv.calibration.bind`."""
     heads, dim = facts.num_kv_heads, facts.head_dim
     tables = scheme.tables(dim)
@@ -80,6 +80,6 @@ def sides_of(arrays: Named) -> dict[str, Named]:
     return {side: {name[2:]: a for name, a in arrays.items() if name[:2] == f"{side}/"} for side in "kv"}
 
 
-def pool_of(scheme: Scheme, facts: Facts) -> jax.ShapeDtypeStruct:
+def pool_of(scheme: Scheme, facts: Attention | Writing) -> jax.ShapeDtypeStruct:
     size = facts.block_tokens // PAGE_TOKENS * pages.layout(scheme, facts.head_dim).nbytes
     return array("uint8", PRIMES["blocks"], facts.num_kv_heads, size)

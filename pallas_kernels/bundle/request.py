@@ -10,7 +10,7 @@ from jkv.core import PAGE_TOKENS
 from jkv.errors import JkvError
 from jkv.registry import parse
 from pallas_kernels import build
-from pallas_kernels.bundle.facts import Attention, Facts, Writing, codec_spec
+from pallas_kernels.bundle.facts import Appending, Attention, Facts, Writing, codec_spec
 from pallas_kernels.bundle.ops import recipe_of
 
 DEFAULT_SPECS = (
@@ -91,6 +91,8 @@ def jobs_for(facts: Facts, target: str) -> list[Job]:
     """All operations of one setting on one target."""
     if isinstance(facts, Attention):
         ops: tuple[str, ...] = ("prepare", "split", "combine")
+    elif isinstance(facts, Appending):
+        ops = ("append",)
     else:
         ops = _writes(parse(facts.spec).granularity, facts.tail)
     return [Job(op, facts, (target,)) for op in ops]
@@ -106,6 +108,9 @@ def _settings(request: Request) -> Iterator[tuple[str, Facts]]:
                 common["dtype"] = request.dtype
                 writing = Writing(codecs, head_dim, heads, **common)
                 yield from ((op, writing) for op in _writes(scheme.granularity, windows.tail_tokens))
+                if windows.tail_tokens or windows.sink:
+                    kept = (windows.tail_tokens, windows.sink)
+                    yield "append", Appending(head_dim, heads, *kept, request.dtype)
                 for gqa in request.gqas:
                     for steps in request.steps:
                         facts = Attention(

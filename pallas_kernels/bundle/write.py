@@ -76,7 +76,7 @@ def write_jobs(
     for number, result in enumerate(_run(jobs, binary, assembly, processes), 1):
         done.append(result)
         if progress:
-            progress(number, len(jobs), f"{result.kernel.op} {result.kernel.facts['spec']}")
+            progress(number, len(jobs), " ".join(filter(None, (result.kernel.op, result.kernel.facts.get("spec")))))
     with _replacing(folder) as part:
         return _write(part, done, compiled=binary or assembly)
 

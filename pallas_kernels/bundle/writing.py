@@ -1,4 +1,4 @@
-"""Writing: tokens one by one, prompts page by page, and pages that a step has filled."""
+"""Writing: tokens one by one, prompts page by page, pages that a step has filled, and tokens that wait for them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jkv.core import PAGE_TOKENS, Scheme
+from pallas_kernels import append as append_kernel
 from pallas_kernels import flush as flush_kernel
 from pallas_kernels import write as write_kernel
-from pallas_kernels.bundle.facts import Writing
+from pallas_kernels.bundle.facts import Appending, Writing
 from pallas_kernels.bundle.parts import DEVICES, PRIMES, Named, Part, array, calib_of, pool_of, scheme_of, sides_of
 from pallas_kernels.encoding import Prepared, prepare
 
@@ -76,3 +77,22 @@ def flush(facts: Writing, target: str) -> list[Part]:
         return {"pool": flush_kernel.flush(scheme, _prepared_calib(named), *operands, interpret=False)}
 
     return [Part(function, arrays, dropped=("bad",))]
+
+
+def append(facts: Appending) -> list[Part]:
+    """A kernel that always takes a mean key and ``active``: zeros and ones where a step has none."""
+    batch, heads, dim = PRIMES["tokens"], facts.num_kv_heads, facts.head_dim
+    x, row = array(facts.dtype, batch, 1, heads, dim), array("int32", batch)
+    arrays = {"k": x, "v": x, "mean": array("float32", heads, dim), "length": row, "active": row, "nonfinite": row}
+    kept = {"tail": facts.tail, "sinks": facts.sinks}
+    arrays |= {name: array("bfloat16", 2, batch, heads, count, dim) for name, count in kept.items() if count}
+
+    def function(named: Named) -> Named:
+        tail, sinks = (
+            named[name] if count else jnp.zeros((2, batch, heads, 0, dim), jnp.bfloat16) for name, count in kept.items()
+        )
+        operands = (named[name] for name in ("nonfinite", "length", "mean", "active"))
+        made = append_kernel.append_tail(named["k"], named["v"], tail, sinks, *operands, interpret=False)
+        return {name: a for name, a in zip(("tail", "sinks", "nonfinite"), made, strict=True) if name in named}
+
+    return [Part(function, arrays)]

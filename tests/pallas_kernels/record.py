@@ -24,6 +24,7 @@ PORTABLE = (
     Launch("write", AUTO, rows=256),
     Launch("write", "ultraquant", rows=256),
     Launch("flush", KIVI),
+    Launch("append", "bf16", rows=32),
 )
 NVIDIA = (
     *(Launch("warp", spec) for spec in (AUTO, KIVI, "ultraquant", "ultra-tq", "fp8", "rtn:bits=2")),

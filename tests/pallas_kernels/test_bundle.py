@@ -16,7 +16,7 @@ from jkv.errors import JkvError
 from jkv.page import layout
 from jkv.registry import parse
 from pallas_kernels.bundle import parts, write
-from pallas_kernels.bundle.facts import Attention, Writing, codec_spec, layout_digest
+from pallas_kernels.bundle.facts import Appending, Attention, Writing, codec_spec, layout_digest
 from pallas_kernels.bundle.format import MANIFEST, TABLES, Extent, seal
 from pallas_kernels.bundle.kernels import make
 from pallas_kernels.bundle.read import Bundle, load_bundle
@@ -55,7 +55,7 @@ def test_round_trip(made: Path):
             for name, table in again.tables.items():
                 assert (bundle.table(name) == table).all()
     assert {kernel.op for kernel in bundle.manifest.kernels} == {
-        "prepare", "split", "combine", "write", "write_pages", "flush"
+        "prepare", "split", "combine", "write", "write_pages", "flush", "append"
     }  # fmt: skip
     split = bundle.kernel("split", Attention(SCALED, 64, 8, 4), "gfx950")
     assert split.targets == ("gfx950",) and "tt.dot_scaled" in bundle.text(split, split.variants[0]).text
@@ -77,6 +77,8 @@ OTHER = {"batch": 20011, "splits": 1019, "tokens": 30011, "pages": 10037, "width
         ("write", Writing("ultraquant", 64, 8), "gfx950"),
         ("write_pages", Writing(KIVI, 64, 8), "gfx950"),
         ("flush", Writing(KIVI, 64, 8, tail=64), "sm_90"),
+        ("append", Appending(64, 8, tail=64, sinks=4), "sm_90"),
+        ("append", Appending(96, 5, tail=0, sinks=4, dtype="float32"), "gfx950"),
     ],
     ids=str,
 )
@@ -112,9 +114,12 @@ def test_facts():
     assert len(digests) == 4
     windows = Request(targets=("sm_90",), specs=("rtn:bits=4,tail=0,sink=4",), head_dims=(64,), gqas=(1,), steps=(1,))
     jobs = {job.op: job.facts for job in jobs_of(windows)}
-    assert set(jobs) == {"prepare", "split", "combine", "write"}
+    assert set(jobs) == {"prepare", "split", "combine", "write", "append"}
+    assert jobs["append"] == Appending(64, 8, tail=0, sinks=4)
     assert jobs["split"] == Attention("rtn:bits=4", 64, 8, 1, tail=0, sinks=4)
-    assert {job.facts.spec for job in jobs_of(Request(targets=("sm_90",)))} == set(DEFAULT_SPECS)
+    jobs_by_default = jobs_of(Request(targets=("sm_90",)))
+    assert {job.facts.spec for job in jobs_by_default if job.op != "append"} == set(DEFAULT_SPECS)
+    assert [job.facts for job in jobs_by_default if job.op == "append"] == [Appending(d, 8) for d in (64, 128, 256)]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +209,7 @@ def test_half_a_bundle_is_never_left(folder: Path, monkeypatch: pytest.MonkeyPat
     assert isinstance(load_bundle(folder), Bundle)
     monkeypatch.undo()
     write_bundle(small, folder, processes=1)
-    assert {kernel.facts["spec"] for kernel in load_bundle(folder).manifest.kernels} == {"bf16"}
+    assert {kernel.facts.get("spec", "bf16") for kernel in load_bundle(folder).manifest.kernels} == {"bf16"}
     assert sorted(path.name for path in folder.parent.iterdir()) == before
 
 
@@ -240,7 +245,7 @@ def test_the_command_and_what_it_compiles(tmp_path: Path, capsys: pytest.Capture
     assert main(["build", *arguments, "--asm", "--binary", "--json", "-o", str(place)]) == 0
     said = json.loads(capsys.readouterr().out)
     bundle = load_bundle(place)
-    assert said["kernels"] == len(bundle.manifest.kernels) == 6 and "triton" in said["made_with"]
+    assert said["kernels"] == len(bundle.manifest.kernels) == 7 and "triton" in said["made_with"]
     split = bundle.kernel("split", Attention(SCALED, 128, 8, 4), "gfx950")
     (variant,) = split.variants
     assembly = (place / variant.assembly["gfx950"]).read_text()

@@ -77,3 +77,10 @@ def test_write(spec: str, platform: str):
 @pytest.mark.parametrize("spec", ["kivi:bits=2,meta=f16,center=off", "flagrot-kivi:bits=2,mode=fixed", "ultraquant"])
 def test_flush(spec: str, platform: str):
     assert "tt.store" in Launch("flush", spec).lower(platform).text
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+def test_append(head_dim: int, platform: str):
+    lowered = Launch("append", "bf16", head_dim, rows=32).lower(platform)
+    assert "tt.store" in lowered.text and lowered.grid == (32, 1, 1)

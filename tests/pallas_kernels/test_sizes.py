@@ -54,6 +54,7 @@ def test_combine(launch: Launch, few: int, many: int):
         (Launch("warp_write", "rtn:bits=2"), "cuda"),
         (Launch("warp_write", "flagrot-auto:bits=4,mode=fixed"), "cuda"),
         (Launch("flush", KIVI), "cuda"),
+        (Launch("append", "bf16"), "rocm"),
     ],
     ids=str,
 )

@@ -70,6 +70,31 @@ class LaunchedBackend:
         given |= {"start": start.to(torch.int32), "page": page.to(torch.int32)}
         self._write("flush", description, calib, given, sizes, torch.bfloat16)
 
+    def append_tail(
+        self, k: Tensor, v: Tensor, tail: Tensor, sinks: Tensor, nonfinite: Tensor, length: Tensor,
+        mean: Tensor | None = None, active: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        kept = (tail, sinks, nonfinite)
+        if nonfinite.dtype != torch.int32 or not all(a.is_contiguous() and not a.data_ptr() % ALIGNMENT for a in kept):
+            # Updated in place, so they cannot be copied to where a kernel wants them.
+            return reference.append_tail(k, v, *kept, length, mean, active)
+        _, batch, heads, width, dim = tail.shape
+        sizes = {"tokens": batch}
+
+        def make() -> tuple[Launcher, Tensor]:
+            facts: dict[str, Any] = {"head_dim": dim, "num_kv_heads": heads, "tail": width, "sinks": sinks.shape[3]}
+            kernel = self._library.kernel("append", dtype=str(k.dtype).removeprefix("torch."), **facts)
+            lost = torch.zeros(heads, dim, device=tail.device) if mean is None else _aligned(mean.to(torch.float32))
+            bound = {"sizes": self._library.sizes(sizes), "mean": lost}
+            return kernel.bind(bound), torch.ones(batch, dtype=torch.int32, device=tail.device)
+
+        where = ("append", tail.shape, sinks.shape[3], k.dtype, None if mean is None else (mean.data_ptr(), mean.dtype))
+        launcher, every = self._made(where, mean, make)
+        given = {"k": _aligned(k), "v": _aligned(v), "tail": tail, "sinks": sinks, "nonfinite": nonfinite}
+        given["length"] = _aligned(length.to(torch.int32))
+        given["active"] = every if active is None else _aligned(active.to(torch.int32))
+        launcher.launch(sizes, *(given[name] for name in launcher.names))
+
     def paged_attention(
         self, description: Description, calib: Calibs, q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *,
         sealed: Tensor | None = None, exact: Exact | None = None, counts: Tensor | None = None,
@@ -136,11 +161,15 @@ class LaunchedBackend:
     def _plan(self, key: tuple[Any, ...], description: Description, kept: tuple[Any, ...], make: Any) -> Any:
         """The plan of a layer, found by the addresses of its calibration, which stays alive as long as the plan."""
         where = (key, id(description), *(a.data_ptr() for side in "kv" for a in kept[0][side].values()))
+        return self._made(where, (description, *kept), make)
+
+    def _made(self, where: Hashable, kept: Any, make: Callable[[], Any]) -> Any:
+        """What was made before at this place, or is made now; ``kept`` lives as long."""
         found = self._plans.get(where)
         if found is None:
             if len(self._plans) >= _KEPT:
                 self._plans.clear()
-            found = self._plans[where] = make(), (description, *kept)
+            found = self._plans[where] = make(), kept
         return found[0]
 
 

@@ -133,6 +133,36 @@ def test_writing(launched: LaunchedBackend, spec: str):
         _assert_equal(got, want)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("width", "sinks"), [(64, 3), (32, 0), (0, 5)])
+def test_appending(launched: LaunchedBackend, width: int, sinks: int, dtype: torch.dtype):
+    rows, heads = 4, HEADS
+    torch.manual_seed(0)
+    k, v = (torch.randn(rows, 1, heads, DIM, device=DEVICE).to(dtype) for _ in range(2))
+    kept = [torch.randn(2, rows, heads, n, DIM, device=DEVICE).to(torch.bfloat16) for n in (width, sinks)]
+    kept.append(torch.arange(rows, dtype=torch.int32, device=DEVICE))
+    length = torch.tensor([0, 2, 31, 100], device=DEVICE)
+    mean = torch.randn(heads, DIM, device=DEVICE)
+    active = torch.tensor([1, 1, 0, 1], dtype=torch.int32, device=DEVICE)
+    if GPU:
+        k[1, 0, 0, 3], k[2, 0, 0, 0], v[3, 0, 1, :5] = torch.nan, torch.inf, -torch.inf
+    # As models have them, keys and values may be a part of something larger.
+    parts = [torch.cat([x, x], 2)[:, :, heads:] for x in (k, v)]
+    for more in ((), (mean,), (None, active), (mean, active)):
+        got, want = ([x.clone() for x in kept] for _ in range(2))
+        reference.append_tail(k, v, *want, length, *more)
+        for _ in range(2):  # a second step uses the plan of the first
+            now = [x.clone() for x in kept]
+            launched.append_tail(*parts, *now, length, *more)
+            for a, b in zip(now, want if GPU else kept, strict=True):
+                assert torch.equal(a, b)
+        # What is no memory of its own is left to plain torch.
+        within = [torch.cat([x, x]).transpose(0, -1).contiguous().transpose(0, -1)[: len(x)] for x in got]
+        launched.append_tail(*parts, *within, length, *more)
+        for a, b in zip(within, want, strict=True):
+            assert torch.equal(a, b)
+
+
 def test_no_value_leads_outside_the_pool(launched: LaunchedBackend):
     """The kernels are told of the first half of a pool: the other half stays as it is."""
     rows = filled(SPEC, DIM)
