@@ -20,7 +20,8 @@ from torch import Tensor
 from jkv.errors import JkvError
 from jkv.options import AttentionOptions
 from jkv.units import PAGE_TOKENS
-from torch_bridge import ops
+from torch_bridge import backends, ops
+from torch_bridge.backends.protocol import Steps
 from torch_bridge.binding import Bound
 from torch_bridge.cache_checks import check_chunk, check_new, check_room, check_sizes, on_host, row_numbers
 from torch_bridge.description import Description
@@ -76,6 +77,17 @@ class PagedCache:
             Layer.empty(layer.page.nbytes * pages, batch * per_row, rows, self.windows, device) for layer in layers
         ]
 
+        self._prepared: tuple[Steps | None] | None = None
+
+    def _steps(self) -> Steps | None:
+        """Steps that the implementation has prepared for this cache, where it does that and nothing is traced."""
+        if torch.compiler.is_compiling():
+            return None
+        if self._prepared is None:
+            prepare = getattr(backends.find(self.device, self.implementation), "steps", None)
+            self._prepared = (None if prepare is None else prepare(self),)
+        return self._prepared[0]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedCache:
         """A cache of its own with the same tokens; schemes and their arrays are shared."""
         twin = copy.copy(self)
@@ -83,6 +95,7 @@ class PagedCache:
             x.clone() for x in (self.block_table, self.length, self.nonfinite)
         )
         twin.layers = [layer.clone() for layer in self.layers]
+        twin._prepared = None
         return twin
 
     @property
@@ -131,6 +144,9 @@ class PagedCache:
             raise JkvError(f"append takes one token per row, not {k.shape[1]}; use prefill for more")
         step = step if isinstance(step, Step) else self.step(step)
         check_room(self, step.total)
+        steps = self._steps()
+        if steps is not None and steps.append(self, layer, k, v, step):
+            return
         scheme, store = self.schemes[layer], self.layers[layer]
         if step.entry is None or self.windows.sink:
             ops.append_tail(
@@ -200,6 +216,10 @@ class PagedCache:
         """
         scheme, store, paged = self.schemes[layer], self.layers[layer], self.windows.tail_tokens > 0
         if isinstance(pending, Step):
+            steps = self._steps() if fresh is None else None
+            out = None if steps is None else steps.attend(self, layer, q, pending, options)
+            if out is not None:
+                return out
             total, sealed = pending.total, pending.sealed
         else:
             total = self.length + pending
@@ -228,6 +248,9 @@ class PagedCache:
                 page, slot = page.flatten(), start % width
                 for layer, store in enumerate(self.layers):
                     self._flush(layer, store.tail, slot, page)
+        steps = self._steps()
+        if steps is not None:
+            steps.count(self)
         self.length.copy_(step.total)
 
     def advance(self, counts: Tensor | int) -> None:
@@ -260,6 +283,10 @@ class PagedCache:
 
     def _flush(self, layer: int, tail: Tensor, start: Tensor, page: Tensor) -> None:
         """Encode one page a row from ``tail[2, R, H, W, D]``."""
+        steps = self._steps()
+        if steps is not None:
+            steps.flush(self, layer, start, page)
+            return
         scheme, pool = self.schemes[layer], self.layers[layer].pool
         ops.flush_group(
             scheme.text, scheme.arrays, tail[0], tail[1], pool, start, page, implementation=self.implementation

@@ -6,6 +6,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -21,8 +22,9 @@ class Function:
 
     def __init__(self, binary: Binary, driver: Driver, device: torch.device):
         with driver.on(device):
-            self._function = driver.load(binary.image, binary.entry, binary.shared_bytes)
-        self._driver, self._threads, self._shared = driver, binary.threads, binary.shared_bytes
+            self.handle = driver.load(binary.image, binary.entry, binary.shared_bytes)
+        self.driver, self.threads, self.shared = driver, binary.threads, binary.shared_bytes
+        self.parameters = binary.parameters
         self._device, self._index = device, device.index or 0
         # Arguments beyond the kernel's own are scratch that no kernel here uses: null.
         self._buffer = ctypes.create_string_buffer(8 * binary.parameters)
@@ -33,10 +35,18 @@ class Function:
 
     def __call__(self, grid: tuple[int, int, int], addresses: Sequence[int]) -> None:
         """One launch over ``grid``; ``addresses`` are of the operands, then the results."""
-        if self._driver.current() != self._index:
-            with self._driver.on(self._device):
+        if not self.is_current():
+            with self.on():
                 return self(grid, addresses)
-        stream = self._driver.stream(self._index)
+        stream = self.driver.stream(self._index)
         with self._lock:
             self._packs[len(addresses)].pack_into(self._buffer, 0, *addresses)
-            self._driver.launch(self._function, grid, self._threads, self._shared, stream, self._params)
+            self.driver.launch(self.handle, grid, self.threads, self.shared, stream, self._params)
+
+    def is_current(self) -> bool:
+        """Whether its device is this thread's current one."""
+        return self.driver.current() == self._index
+
+    def on(self) -> AbstractContextManager[object]:
+        """Within it, its device is the current one."""
+        return self.driver.on(self._device)

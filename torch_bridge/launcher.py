@@ -13,6 +13,7 @@ from torch import Tensor
 from jkv.errors import JkvError
 from pallas_kernels.bundle.format import ALIGNMENT, Argument, Extent, Kernel
 from torch_bridge.function import Function
+from torch_bridge.ready import Ready
 
 _KEPT = 1024  # forms of operands that a kernel remembers
 _FORM = operator.attrgetter("dtype", "device", "shape")
@@ -69,6 +70,22 @@ class Launcher:
         function, grid = plan
         if function is not None:
             function(grid, self._arrange((*addresses, *self._fixed)))
+
+    def ready(self, sizes: Mapping[str, int], *tensors: Tensor) -> Ready | None:
+        """The launch of these tensors, to be queued again with others that differ only in where they are.
+
+        Its calls take the addresses of ``names``, which nobody looks at any more. None where there is nothing to do.
+
+        Raises:
+          JkvError: as :meth:`launch`.
+        """
+        function, grid = self._plan((*sizes.items(), *map(_FORM, tensors)), sizes, tensors)
+        self._refuse_memory(tensors)
+        if function is None:
+            return None
+        arguments = [argument.name for argument in self.kernel.arguments]
+        addresses = self._arrange((*map(Tensor.data_ptr, tensors), *self._fixed))
+        return Ready(function, grid, addresses, [arguments.index(name) for name in self.names], self)
 
     def elements(self, name: str, sizes: Mapping[str, int]) -> int:
         """How many elements of an argument a launch reads or writes."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -10,6 +10,24 @@ from jkv.options import AttentionOptions
 from torch_bridge.description import Description
 from torch_bridge.operands import Calibs
 from torch_bridge.reference.place import Exact
+from torch_bridge.store import Step
+
+if TYPE_CHECKING:
+    from torch_bridge.cache import PagedCache
+
+
+class Steps(Protocol):
+    """Decoding steps of one cache that an implementation has prepared; False and None leave the work to the ops."""
+
+    def append(self, cache: PagedCache, index: int, k: Tensor, v: Tensor, step: Step) -> bool: ...
+
+    def attend(
+        self, cache: PagedCache, index: int, q: Tensor, step: Step, options: AttentionOptions | None
+    ) -> Tensor | None: ...
+
+    def flush(self, cache: PagedCache, index: int, start: Tensor, page: Tensor) -> None: ...
+
+    def count(self, cache: PagedCache) -> None: ...
 
 
 class Backend(Protocol):
@@ -18,8 +36,9 @@ class Backend(Protocol):
     Whoever calls has run the checks of metadata (:mod:`torch_bridge.checks`), so dtypes, shapes and devices fit and the
     pool is contiguous; other operands may be views with any strides. Descriptions of one scheme are one object, and
     tensors of ``calib`` the same ones from step to step. Pools are updated in place, on torch's current stream. No
-    result shares memory with an operand. What is said here holds for values on a GPU, which nobody has looked at: a
-    slot, page or block outside the pool is never followed.
+    result shares memory with an operand. An implementation may have ``steps(cache)``, which prepares those of a cache
+    (:class:`Steps`). What is said here holds for values on a GPU, which nobody has looked at: a slot, page or block
+    outside the pool is never followed.
     """
 
     def prepare_query(

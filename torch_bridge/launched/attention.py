@@ -17,9 +17,11 @@ from torch_bridge.launch import Library
 from torch_bridge.launched.splits import number_of_splits
 from torch_bridge.launched.visible import first_visible
 from torch_bridge.launcher import Launcher
+from torch_bridge.ready import Ready
 from torch_bridge.reference.place import Exact
 
 Memory = Callable[[str, int, torch.dtype], Tensor]  # intermediate results: one tensor a name, size and stream
+Bound = tuple[Ready, tuple[str, ...]]  # a launch, and the names of what its calls take
 _STEPS = ("prepare", "split", "combine")
 
 
@@ -101,6 +103,19 @@ class Attention:
             kernel.bind({name: tensor for name, tensor in bound.items() if name in kernel.names})
             for kernel in kernels.values()
         ]
+
+    def ready(self, given: Mapping[str, Tensor], changing: Mapping[str, Tensor]) -> list[Bound]:
+        """The three launches for operands that stay, ``given``, and some like ``changing``, by name.
+
+        Each comes with the names of those that it wants the addresses of.
+        """
+        fixed, found = self._fixed | dict(given), []
+        for launcher in self._launchers:
+            whole = launcher.bind({name: fixed[name] for name in launcher.names if name in fixed})
+            made = whole.ready(self.sizes, *(changing[name] for name in whole.names))
+            if made is not None:
+                found.append((made, whole.names))
+        return found
 
     def _result(self, kernel: Launcher, name: str, memory: Memory) -> Tensor:
         dtype = next(a.dtype for a in kernel.kernel.arguments if a.name == name)

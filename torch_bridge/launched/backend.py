@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,14 @@ from torch_bridge.launch import Library
 from torch_bridge.launched.arrays import write_arrays
 from torch_bridge.launched.attention import Attention, Shape
 from torch_bridge.launched.chunks import MOST_STEPS, padded
+from torch_bridge.launched.steps import Steps
 from torch_bridge.launcher import Launcher
 from torch_bridge.level_table import level_table
 from torch_bridge.operands import Calibs
 from torch_bridge.reference.place import Exact
+
+if TYPE_CHECKING:
+    from torch_bridge.cache import PagedCache
 
 _KEPT = 4096  # plans: layers times shapes
 
@@ -40,7 +44,7 @@ class LaunchedBackend:
     dequantize_pages = staticmethod(reference.dequantize_pages)
 
     def __init__(self, library: Library, multiprocessors: int, stream: Callable[[], int]):
-        self._library, self._multiprocessors, self._stream = library, multiprocessors, stream
+        self._library, self._multiprocessors, self.stream = library, multiprocessors, stream
         self._plans: dict[Hashable, tuple[Any, Any]] = {}
         self._memory: dict[Hashable, Tensor] = {}
 
@@ -68,7 +72,7 @@ class LaunchedBackend:
         sizes = {"pages": tail_k.shape[0], "blocks": pool.shape[0]}
         given = {"tail_k": tail_k, "tail_v": tail_v, "pool": pool}
         given |= {"start": start.to(torch.int32), "page": page.to(torch.int32)}
-        self._write("flush", description, calib, given, sizes, torch.bfloat16)
+        self._write("flush", description, calib, given, sizes, torch.bfloat16, tail_k.shape[2])
 
     def append_tail(
         self, k: Tensor, v: Tensor, tail: Tensor, sinks: Tensor, nonfinite: Tensor, length: Tensor,
@@ -78,22 +82,26 @@ class LaunchedBackend:
         if nonfinite.dtype != torch.int32 or not all(a.is_contiguous() and not a.data_ptr() % ALIGNMENT for a in kept):
             # Updated in place, so they cannot be copied to where a kernel wants them.
             return reference.append_tail(k, v, *kept, length, mean, active)
-        _, batch, heads, width, dim = tail.shape
-        sizes = {"tokens": batch}
-
-        def make() -> tuple[Launcher, Tensor]:
-            facts: dict[str, Any] = {"head_dim": dim, "num_kv_heads": heads, "tail": width, "sinks": sinks.shape[3]}
-            kernel = self._library.kernel("append", dtype=str(k.dtype).removeprefix("torch."), **facts)
-            lost = torch.zeros(heads, dim, device=tail.device) if mean is None else _aligned(mean.to(torch.float32))
-            bound = {"sizes": self._library.sizes(sizes), "mean": lost}
-            return kernel.bind(bound), torch.ones(batch, dtype=torch.int32, device=tail.device)
-
-        where = ("append", tail.shape, sinks.shape[3], k.dtype, None if mean is None else (mean.data_ptr(), mean.dtype))
-        launcher, every = self._made(where, mean, make)
+        launcher, every = self.keeper(k.dtype, tail, sinks, mean)
         given = {"k": _aligned(k), "v": _aligned(v), "tail": tail, "sinks": sinks, "nonfinite": nonfinite}
         given["length"] = _aligned(length.to(torch.int32))
         given["active"] = every if active is None else _aligned(active.to(torch.int32))
-        launcher.launch(sizes, *(given[name] for name in launcher.names))
+        launcher.launch({"tokens": k.shape[0]}, *(given[name] for name in launcher.names))
+
+    def keeper(self, dtype: torch.dtype, tail: Tensor, sinks: Tensor, mean: Tensor | None) -> tuple[Launcher, Tensor]:
+        """The launch that keeps a token a row in ring and sinks, and what it takes where all rows are active."""
+        _, batch, heads, width, dim = tail.shape
+
+        def make() -> tuple[Launcher, Tensor]:
+            facts: dict[str, Any] = {"head_dim": dim, "num_kv_heads": heads, "tail": width, "sinks": sinks.shape[3]}
+            kernel = self._library.kernel("append", dtype=str(dtype).removeprefix("torch."), **facts)
+            lost = torch.zeros(heads, dim, device=tail.device) if mean is None else _aligned(mean.to(torch.float32))
+            bound = {"sizes": self._library.sizes({"tokens": batch}), "mean": lost}
+            return kernel.bind(bound), torch.ones(batch, dtype=torch.int32, device=tail.device)
+
+        where = ("append", tail.shape, sinks.shape[3], dtype, None if mean is None else (mean.data_ptr(), mean.dtype))
+        found: tuple[Launcher, Tensor] = self._made(where, mean, make)
+        return found
 
     def paged_attention(
         self, description: Description, calib: Calibs, q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *,
@@ -110,23 +118,34 @@ class LaunchedBackend:
                 )  # fmt: skip
             q, exact, counts = padded(q, exact, counts)
         shape = Shape.of(q, pool, block_table, exact)
+        plan = self.attention(description, calib, shape, options, self.stream())
+        return plan(q, pool, block_table, lengths, sealed, exact, counts, start)[:, :steps]
+
+    def attention(
+        self, description: Description, calib: Calibs, shape: Shape, options: AttentionOptions, stream: int
+    ) -> Attention:
+        """The launches of a layer for one shape, made once."""
         logits = options.sink_logits
         asked = (options.softcap, options.window, options.scale, None if logits is None else logits.data_ptr())
-        stream = self._stream()
         memory = functools.partial(self._intermediate, stream)
 
         def make() -> Attention:
             arrays = _named(calib)
             return Attention(self._library, description, arrays, shape, options, memory, self._multiprocessors)
 
-        plan = self._plan(("attention", shape, asked, stream), description, (calib, options), make)
-        return plan(q, pool, block_table, lengths, sealed, exact, counts, start)[:, :steps]
+        return self._plan(("attention", shape, asked, stream), description, (calib, options), make)
 
-    def _write(
-        self, op: str, description: Description, calib: Calibs, given: dict[str, Tensor], sizes: dict[str, int],
+    def writer(
+        self,
+        op: str,
+        description: Description,
+        calib: Calibs,
+        pool: Tensor,
         dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        pool = given["pool"]
+        tail: int | None = None,
+    ) -> Launcher:
+        """The launch of a kernel that writes into a pool, made once a layer; ``tail`` is the width of rings."""
+        tail = description.windows.tail_tokens if tail is None else tail
 
         def make() -> Launcher:
             facts: dict[str, Any] = {
@@ -134,7 +153,7 @@ class LaunchedBackend:
                 "head_dim": description.head_dim,
                 "num_kv_heads": pool.shape[1],
                 "block_tokens": pool.shape[2] // description.page.nbytes * PAGE_TOKENS,
-                "tail": description.windows.tail_tokens,
+                "tail": tail,
                 "dtype": str(dtype).removeprefix("torch."),
             }
             if "queries" in calib["k"]:
@@ -143,13 +162,30 @@ class LaunchedBackend:
             arrays = write_arrays(description, calib)
             return kernel.bind({name: _aligned(a) for name, a in arrays.items() if name in kernel.names})
 
-        launcher = self._plan((op, pool.shape[1:], dtype), description, (calib,), make)
+        return self._plan((op, pool.shape[1:], dtype, tail), description, (calib,), make)
+
+    def steps(self, cache: PagedCache) -> Steps:
+        """Decoding steps of a cache, for which most is known before they come."""
+        return Steps(self, cache)
+
+    def sizes(self, sizes: Mapping[str, int]) -> Tensor:
+        """What tells kernels of sizes."""
+        return self._library.sizes(sizes)
+
+    def _write(
+        self, op: str, description: Description, calib: Calibs, given: dict[str, Tensor], sizes: dict[str, int],
+        dtype: torch.dtype, tail: int | None = None,
+    ) -> None:  # fmt: skip
+        launcher = self.writer(op, description, calib, given["pool"], dtype, tail)
         if "bad" in launcher.names and "bad" not in given:  # of what is settled nobody asks how much was not finite
-            bad = self._intermediate(self._stream(), "bad", launcher.elements("bad", sizes), torch.int32)
-            given = given | {"bad": bad}
+            given = given | {"bad": self.unasked(launcher, sizes, self.stream())}
         if "sizes" in launcher.names:
             given = given | {"sizes": self._library.sizes(sizes)}
         launcher.launch(sizes, *(given[name].contiguous() for name in launcher.names))
+
+    def unasked(self, launcher: Launcher, sizes: Mapping[str, int], stream: int) -> Tensor:
+        """Memory for counts of values that were not finite, where nobody asks for them."""
+        return self._intermediate(stream, "bad", launcher.elements("bad", sizes), torch.int32)
 
     def _intermediate(self, stream: int, name: str, size: int, dtype: torch.dtype) -> Tensor:
         """Memory between launches of one stream."""

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
 from jkv.options import AttentionOptions
 from jkv.units import PAGE_TOKENS
-from pallas_kernels import build
 from tests import caching
 from tests.torch_bridge.bridge import HEADS, raw, side
-from tests.torch_bridge.fake_driver import FakeDriver
+from tests.torch_bridge.launched.backends import fake_backend
 from tests.torch_bridge.paged import BLOCK_TOKENS, PER_BLOCK, Filled, filled
 from torch_bridge import reference
-from torch_bridge.launch import Library
 from torch_bridge.launched import backend
 from torch_bridge.launched.backend import LaunchedBackend
 from torch_bridge.launched.splits import number_of_splits
-from torch_bridge.lowering import Lowering
 from torch_bridge.reference import Exact
 
 GPU = torch.cuda.is_available()
@@ -33,18 +28,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory):
     if GPU:
         yield backend(DEVICE)
         return
-    folder: Path = tmp_path_factory.mktemp("lowered")
-    stubs = pytest.MonkeyPatch()
-
-    def compile(lowered, target: str) -> build.Compiled:
-        return build.Compiled(lowered.name, target, "", b"", "", 1, 0, 0, 4, 128, lowered.text.count("!tt.ptr"))
-
-    for name, stub in (("compile", compile), ("available", lambda: True), ("version", lambda: (3, 6))):
-        stubs.setattr(build, name, stub)
-    driver = FakeDriver()
-    library = Library(Lowering(folder), DEVICE, cache=folder / "binaries", driver=driver, target="sm_90")
-    yield LaunchedBackend(library, 132, lambda: 0)
-    stubs.undo()
+    with fake_backend(tmp_path_factory.mktemp("lowered")) as (made, driver):
+        yield made
     assert driver.launched
 
 

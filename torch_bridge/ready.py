@@ -1,0 +1,42 @@
+"""A launch that is queued again and again with a few other addresses: little costs time beside the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+from torch_bridge.function import Function
+
+
+class Ready:
+    """One launch of a function with all arguments but a few: ``places`` of those are filled in every call.
+
+    It belongs to one thread at a time. ``kept`` owns what the other addresses point to.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        grid: tuple[int, int, int],
+        addresses: Sequence[int],
+        places: Sequence[int],
+        kept: object = None,
+    ):
+        self._addresses = (ctypes.c_uint64 * function.parameters)(*addresses)
+        first = ctypes.addressof(self._addresses)
+        self._params = (ctypes.c_void_p * function.parameters)(*(first + 8 * i for i in range(function.parameters)))
+        self._launch = functools.partial(
+            function.driver.launch, function.handle, grid, function.threads, function.shared
+        )
+        self._places, self._function, self._kept = tuple(places), function, kept
+
+    def __call__(self, stream: int, *addresses: int) -> None:
+        """Queue it on a stream of the driver's."""
+        for place, address in zip(self._places, addresses, strict=True):
+            self._addresses[place] = address
+        if self._function.is_current():
+            self._launch(stream, self._params)
+        else:
+            with self._function.on():
+                self._launch(stream, self._params)
