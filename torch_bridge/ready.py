@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections.abc import Sequence
 
 from torch_bridge.function import Function
@@ -26,9 +25,7 @@ class Ready:
         self._addresses = (ctypes.c_uint64 * function.parameters)(*addresses)
         first = ctypes.addressof(self._addresses)
         self._params = (ctypes.c_void_p * function.parameters)(*(first + 8 * i for i in range(function.parameters)))
-        self._launch = functools.partial(
-            function.driver.launch, function.handle, grid, function.threads, function.shared
-        )
+        self._launch = function.driver.prepared(function.handle, grid, function.threads, function.shared, self._params)
         self._places, self._function, self._kept = tuple(places), function, kept
 
     def __call__(self, stream: int, *addresses: int) -> None:
@@ -36,7 +33,7 @@ class Ready:
         for place, address in zip(self._places, addresses, strict=True):
             self._addresses[place] = address
         if self._function.is_current():
-            self._launch(stream, self._params)
+            self._launch(stream)
         else:
             with self._function.on():
-                self._launch(stream, self._params)
+                self._launch(stream)

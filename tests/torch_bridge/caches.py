@@ -39,10 +39,10 @@ def random(batch: int, length: int, dim: int = 64, group: int = 2, seed: int = 0
 
 def fill(cache: PagedCache, k: Tensor, v: Tensor, counts: Sequence[int], start: Sequence[int] | None = None) -> None:
     """A chunk into every layer."""
-    numbers = [None if x is None else torch.tensor(x) for x in (counts, start)]
+    numbers = [None if x is None else torch.tensor(x, device=cache.device) for x in (counts, start)]
     for layer in range(len(cache.layers)):
         cache.prefill(layer, k, v, *numbers)
-    cache.advance(torch.tensor(counts))
+    cache.advance(torch.tensor(counts, device=cache.device))
 
 
 def decode(cache: PagedCache, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int] | None = None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -57,3 +57,8 @@ class FakeDriver:
         assert shared_bytes == loaded
         addresses = tuple(ctypes.cast(at, ctypes.POINTER(ctypes.c_uint64)).contents.value for at in params)
         self.launched.append(Launched(entry, grid, threads, shared_bytes, stream, addresses))
+
+    def prepared(
+        self, function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, params: Any
+    ) -> Callable[[int], None]:
+        return lambda stream: self.launch(function, grid, threads, shared_bytes, stream, params)

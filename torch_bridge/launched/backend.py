@@ -129,8 +129,9 @@ class LaunchedBackend:
         asked = (options.softcap, options.window, options.scale, None if logits is None else logits.data_ptr())
         memory = functools.partial(self._intermediate, stream)
 
+        arrays = self._plan(("arrays",), description, (calib,), lambda: _named(calib))
+
         def make() -> Attention:
-            arrays = _named(calib)
             return Attention(self._library, description, arrays, shape, options, memory, self._multiprocessors)
 
         return self._plan(("attention", shape, asked, stream), description, (calib, options), make)
