@@ -139,14 +139,14 @@ class PagedCache:
         Raises:
           JkvError: for tensors that do not fit, or (on a CPU) values that are not finite or a row without room.
         """
+        steps = self._steps()
+        if steps is not None and isinstance(step, Step) and steps.append(self, layer, k, v, step):
+            return
         check_new(self, k, v)
         if k.shape[1] != 1:
             raise JkvError(f"append takes one token per row, not {k.shape[1]}; use prefill for more")
         step = step if isinstance(step, Step) else self.step(step)
         check_room(self, step.total)
-        steps = self._steps()
-        if steps is not None and steps.append(self, layer, k, v, step):
-            return
         scheme, store = self.schemes[layer], self.layers[layer]
         if step.entry is None or self.windows.sink:
             ops.append_tail(
@@ -240,15 +240,15 @@ class PagedCache:
     def seal(self, step: Tensor | Step | None = None) -> None:
         """End a decoding step: ``length += 1``, or ``active[B]``, and quantize the pages that thereby left the tail."""
         step = step if isinstance(step, Step) else self.step(step)
-        width = self.windows.tail_tokens
+        width, steps = self.windows.tail_tokens, self._steps()
         if width:
             start, full = step.sealed, sealed_tokens(self.windows, step.total) > step.sealed
             if not on_host(self.device) or bool(full.any()):
                 page = place(self.block_table, start[:, None] // PAGE_TOKENS, full[:, None], self.pages_per_block)
                 page, slot = page.flatten(), start % width
-                for layer, store in enumerate(self.layers):
-                    self._flush(layer, store.tail, slot, page)
-        steps = self._steps()
+                if steps is None or not steps.flush(self, slot, page):
+                    for layer, store in enumerate(self.layers):
+                        self._flush(layer, store.tail, slot, page)
         if steps is not None:
             steps.count(self)
         self.length.copy_(step.total)
@@ -283,10 +283,6 @@ class PagedCache:
 
     def _flush(self, layer: int, tail: Tensor, start: Tensor, page: Tensor) -> None:
         """Encode one page a row from ``tail[2, R, H, W, D]``."""
-        steps = self._steps()
-        if steps is not None:
-            steps.flush(self, layer, start, page)
-            return
         scheme, pool = self.schemes[layer], self.layers[layer].pool
         ops.flush_group(
             scheme.text, scheme.arrays, tail[0], tail[1], pool, start, page, implementation=self.implementation

@@ -127,6 +127,10 @@ class Library:
             found = self._sizes[key] = torch.tensor([values], dtype=torch.int32, device=self.device)
         return found
 
+    def is_current(self) -> bool:
+        """Whether its device is this thread's current one."""
+        return self._driver.current() == (self.device.index or 0)
+
     def _make(self, op: str, facts: Facts) -> Launcher:
         kernel = self._source.kernel(op, facts, self.target)
         functions = [Function(self._binary(kernel, variant), self._driver, self.device) for variant in kernel.variants]

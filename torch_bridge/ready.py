@@ -26,14 +26,10 @@ class Ready:
         first = ctypes.addressof(self._addresses)
         self._params = (ctypes.c_void_p * function.parameters)(*(first + 8 * i for i in range(function.parameters)))
         self._launch = function.driver.prepared(function.handle, grid, function.threads, function.shared, self._params)
-        self._places, self._function, self._kept = tuple(places), function, kept
+        self._places, self._kept = tuple(places), (function, kept)
 
     def __call__(self, stream: int, *addresses: int) -> None:
-        """Queue it on a stream of the driver's."""
+        """Queue it on a stream of its device, which is the current one."""
         for place, address in zip(self._places, addresses, strict=True):
             self._addresses[place] = address
-        if self._function.is_current():
-            self._launch(stream)
-        else:
-            with self._function.on():
-                self._launch(stream)
+        self._launch(stream)

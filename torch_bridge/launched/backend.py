@@ -45,6 +45,7 @@ class LaunchedBackend:
 
     def __init__(self, library: Library, multiprocessors: int, stream: Callable[[], int]):
         self._library, self._multiprocessors, self.stream = library, multiprocessors, stream
+        self.is_current = library.is_current
         self._plans: dict[Hashable, tuple[Any, Any]] = {}
         self._memory: dict[Hashable, Tensor] = {}
 

@@ -17,6 +17,7 @@ from pallas_kernels.bundle.format import ALIGNMENT
 from torch_bridge import op_checks
 from torch_bridge.launched.attention import Bound, Shape
 from torch_bridge.launcher import Launcher
+from torch_bridge.ready import Ready
 from torch_bridge.reference.place import Exact
 from torch_bridge.store import Step
 
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
     from torch_bridge.launched.backend import LaunchedBackend
 
 _PLAIN = AttentionOptions()
+# Of the addresses that change: which of them a name stands for.
+_APPEND = {"k": 0, "v": 1, "active": 2, "slots": 3}
+_ATTEND = {"q": 0, "out": 1, "total": 2, "sealed": 3, "stored": 3}
+_FLUSH = {"start": 0, "page": 1}
+Placed = tuple[Ready, tuple[int, ...]]  # a launch, and where its calls find what they take
 _FORMS = 64  # of operands that a layer remembers
 _ALIGNED = ALIGNMENT // 4  # int32 from one aligned address to the next
 
@@ -44,7 +50,7 @@ class Steps:
     def append(self, cache: PagedCache, index: int, k: Tensor, v: Tensor, step: Step) -> bool:
         """Write one token ``k, v: [B, 1, H, D]`` a row."""
         layer = self._layer(cache, index)
-        done = layer.append(k, v, step)
+        done = self._backend.is_current() and layer.append(k, v, step)
         self._counting |= done and layer.counts
         return done
 
@@ -52,11 +58,17 @@ class Steps:
         self, cache: PagedCache, index: int, q: Tensor, step: Step, options: AttentionOptions | None
     ) -> Tensor | None:
         """Attention of ``q[B, 1, Hq, D]`` at the tokens that ``step`` has written."""
-        return self._layer(cache, index).attend(q, step, options or _PLAIN)
+        layer = self._layer(cache, index)
+        return layer.attend(q, step, options or _PLAIN) if self._backend.is_current() else None
 
-    def flush(self, cache: PagedCache, index: int, start: Tensor, page: Tensor) -> None:
-        """Quantize one page a row from the ring."""
-        self._layer(cache, index).flush(start, page)
+    def flush(self, cache: PagedCache, start: Tensor, page: Tensor) -> bool:
+        """Quantize one page a row from the ring, in all layers."""
+        if not self._backend.is_current():
+            return False
+        stream, addresses = self._backend.stream(), (start.data_ptr(), page.data_ptr())
+        for index in range(len(cache.layers)):
+            _queue(self._layer(cache, index).flush(start, page), stream, addresses)
+        return True
 
     def count(self, cache: PagedCache) -> None:
         """Add up what the layers have found that was not finite, at the end of a step."""
@@ -83,8 +95,9 @@ class _Layer:
         self._backend, self._index, self._bad = backend, index, bad
         self._scheme, self._windows = cache.schemes[index], cache.windows
         self._memory, self._device = cache.layers[index].tensors, cache.device
+        self._shape = (cache.batch, 1, cache.num_kv_heads, cache.head_dim)
         self._rows = (cache.block_table, cache.length, cache.nonfinite)
-        self._forms: dict[Hashable, list[Bound]] = {}
+        self._forms: dict[Hashable, list[Placed]] = {}
         self._every = cache.length  # until it is known what stands for all rows
         self.counts = not self._windows.sink and not self._windows.tail_tokens
 
@@ -104,17 +117,15 @@ class _Layer:
 
     def append(self, k: Tensor, v: Tensor, step: Step) -> bool:
         k, v = k.contiguous(), v.contiguous()
-        if not (self._readable(k) and self._readable(v) and v.shape == k.shape and v.dtype is k.dtype):
+        if k.shape != self._shape or v.shape != self._shape or v.dtype is not k.dtype:
             return False
-        ring = step.entry is None or self._windows.sink > 0
-        form = ("append", k.dtype, k.shape, ring)
-        launches = self._known(form, lambda: self._appending(k, v, step, ring))
-        given = {"k": k.data_ptr(), "v": v.data_ptr()}
-        if step.entry is not None:
-            given["slots"] = step.entry.data_ptr()
-        if ring:
-            given["active"] = (self._every if step.counts is None else step.counts).data_ptr()
-        _queue(launches, self._backend.stream(), given)
+        if not (self._readable(k) and self._readable(v)):
+            return False
+        form = ("append", k.dtype)
+        launches = self._known(form, lambda: self._appending(k, v, step))
+        active, slots = self._every if step.counts is None else step.counts, step.entry
+        slot = 0 if slots is None else slots.data_ptr()
+        _queue(launches, self._backend.stream(), (k.data_ptr(), v.data_ptr(), active.data_ptr(), slot))
         return True
 
     def attend(self, q: Tensor, step: Step, options: AttentionOptions) -> Tensor | None:
@@ -125,20 +136,18 @@ class _Layer:
         form = ("attend", stream, q.dtype, q.shape, options.softcap, options.scale, id(options.sink_logits))
         launches = self._known(form, lambda: self._attending(q, step, options, stream))
         out = torch.empty_like(q)
-        total, sealed = step.total.data_ptr(), step.sealed.data_ptr()
-        given = {"q": q.data_ptr(), "out": out.data_ptr(), "total": total, "sealed": sealed, "stored": sealed}
-        _queue(launches, stream, given)
+        addresses = (q.data_ptr(), out.data_ptr(), step.total.data_ptr(), step.sealed.data_ptr())
+        _queue(launches, stream, addresses)
         return out
 
-    def flush(self, start: Tensor, page: Tensor) -> None:
-        launches = self._known(("flush",), lambda: self._flushing(start, page))
-        _queue(launches, self._backend.stream(), {"start": start.data_ptr(), "page": page.data_ptr()})
+    def flush(self, start: Tensor, page: Tensor) -> list[Placed]:
+        return self._known(("flush",), lambda: self._flushing(start, page))
 
     def _readable(self, x: Tensor) -> bool:
         """Whether a launch may read it: torch's own tensor on this device, where loads are whole."""
         return type(x) is Tensor and x.device == self._device and x.data_ptr() % ALIGNMENT == 0
 
-    def _known(self, form: Hashable, make: Callable[[], list[Bound]]) -> list[Bound]:
+    def _known(self, form: Hashable, make: Callable[[], list[Placed]]) -> list[Placed]:
         """The launches of a form of operands, which are checked and bound when it is first seen."""
         found = self._forms.get(form)
         if found is None:
@@ -147,7 +156,7 @@ class _Layer:
             found = self._forms[form] = make()
         return found
 
-    def _attending(self, q: Tensor, step: Step, options: AttentionOptions, stream: int) -> list[Bound]:
+    def _attending(self, q: Tensor, step: Step, options: AttentionOptions, stream: int) -> list[Placed]:
         (pool, tail, sinks), (table, _, _) = self._memory, self._rows
         windows = self._windows
         exact = Exact(
@@ -163,19 +172,19 @@ class _Layer:
             if pair is not None:
                 given |= {f"{name}_{side}": x for side, x in zip("kv", pair, strict=True)}
         some = {"q": q, "out": torch.empty_like(q), "total": step.total, "sealed": step.sealed, "stored": step.sealed}
-        return plan.ready(given, some)
+        return [(launch, _places(names, _ATTEND)) for launch, names in plan.ready(given, some)]
 
-    def _appending(self, k: Tensor, v: Tensor, step: Step, ring: bool) -> list[Bound]:
+    def _appending(self, k: Tensor, v: Tensor, step: Step) -> list[Placed]:
         found: list[Bound] = []
         batch, _, heads, dim = k.shape
-        if ring:
+        if step.entry is None or self._windows.sink:
             found += self._keeping(k, v)
         if step.entry is not None:
             k, v, slots = k.view(batch, heads, dim), v.view(batch, heads, dim), step.entry.view(batch)
             some = {"k": k, "v": v, "slots": slots}
             op_checks.write_kv(self._scheme.text, self._scheme.arrays, k, v, self._memory[0], slots)
             found += self._writing("write", {"bad": self._bad}, some, {"tokens": batch}, k.dtype)
-        return found
+        return [(launch, _places(names, _APPEND)) for launch, names in found]
 
     def _keeping(self, k: Tensor, v: Tensor) -> list[Bound]:
         """The launch that keeps a token a row in the BF16 ring and sinks."""
@@ -185,10 +194,11 @@ class _Layer:
         given = {"tail": tail, "sinks": sinks, "length": length, "nonfinite": nonfinite}
         return _bound(launcher, given, {"k": k, "v": v, "active": self._every}, {"tokens": k.shape[0]})
 
-    def _flushing(self, start: Tensor, page: Tensor) -> list[Bound]:
+    def _flushing(self, start: Tensor, page: Tensor) -> list[Placed]:
         (pool, tail, _), some = self._memory, {"start": start, "page": page}
         op_checks.flush_group(self._scheme.text, self._scheme.arrays, tail[0], tail[1], pool, start, page)
-        return self._writing("flush", {"tail_k": tail[0], "tail_v": tail[1]}, some, {"pages": len(start)})
+        found = self._writing("flush", {"tail_k": tail[0], "tail_v": tail[1]}, some, {"pages": len(start)})
+        return [(launch, _places(names, _FLUSH)) for launch, names in found]
 
     def _writing(
         self, op: str, given: dict[str, Tensor], some: Mapping[str, Tensor], sizes: dict[str, int],
@@ -210,6 +220,10 @@ def _bound(
     return [] if made is None else [(made, whole.names)]
 
 
-def _queue(launches: list[Bound], stream: int, addresses: Mapping[str, int]) -> None:
-    for launch, names in launches:
-        launch(stream, *[addresses[name] for name in names])
+def _places(names: tuple[str, ...], given: Mapping[str, int]) -> tuple[int, ...]:
+    return tuple(given[name] for name in names)
+
+
+def _queue(launches: list[Placed], stream: int, addresses: tuple[int, ...]) -> None:
+    for launch, places in launches:
+        launch(stream, *[addresses[place] for place in places])
