@@ -44,10 +44,9 @@ def assert_near(got: Tensor, want: Tensor, spec: str) -> None:
     assert (got - want.float()).norm() < allowed * want.float().norm()
 
 
-@pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize("spec", STORABLE)
-def test_random_rows(spec: str, number: int):
-    draw = python_random.Random(f"{spec} {number}")
+def test_random_rows(spec: str):
+    draw = python_random.Random(f"{spec} 0")
     torch.manual_seed(draw.randrange(1 << 30))
     dim, group, batch = draw.choice(DIMS), draw.choice(GROUPS), draw.randint(1, 7)
     q, k, v = random(batch, 130, dim=dim, group=group, seed=draw.randrange(1000))
