@@ -88,7 +88,7 @@ def ablation_table() -> str:
     return "\n".join([*lines, "", _source(found, found["demo"])])
 
 
-BENCHES = ("bench", "bench-16k", "bench-batch1")  # one run each
+BENCHES = ("bench", "bench-context", "bench-gqa", "bench-batch1")  # one run each
 
 
 def bench_table() -> str:
@@ -106,10 +106,53 @@ def _source(found: dict[str, Any], demo: dict[str, Any]) -> str:
     return f"Measured with `{found['command']}` on {machine(demo['versions'])}, {found['date']}."
 
 
+def overhead_table() -> str:
+    found = load("launch-overhead")
+    lines = ["| host time | us |", "| --- | ---: |"]
+    lines += [f"| launch: {name} | {took:.1f} |" for name, took in found["launches_us"].items()]
+    lines += [f"| {name} | {took:.1f} |" for name, took in found["others_us"].items()]
+    lines += [
+        "",
+        f"| a token through {found['layers']} layers | host, ms | in a CUDA graph, ms |",
+        "| --- | ---: | ---: |",
+    ]
+    lines += [
+        f"| `{name}` | {took['host_ms']:.2f} | {took['graph_ms']:.2f} |" for name, took in found["tokens"].items()
+    ]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    source = (
+        f"Measured with `{found['command']}` on {found['device']}, {versions}, {found['date']}; batch {found['batch']}"
+    )
+    return "\n".join([*lines, "", f"{source}, {found['gqa'] * found['num_kv_heads']}/{found['num_kv_heads']} heads."])
+
+
+def hf_table() -> str:
+    found = load("hf-quality")
+    lines = [
+        "| scheme | KL x 1000 | `jkv compare` | difference | top-1 |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in found["rows"]:
+        own, theirs, off = (
+            f"{row[name]:{form}} ± {row[error]:.2f}"
+            for name, error, form in (
+                ("kl_x1000", "kl_se", ".2f"),
+                ("compare_kl_x1000", "compare_kl_se", ".2f"),
+                ("difference", "difference_se", "+.2f"),
+            )
+        )
+        lines.append(f"| `{row['scheme']}` | {own} | {theirs} | {off} | {row['top1_agreement']:.3f} |")
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    size = f"{found['sequences']} x {found['tokens']} tokens in {found['dtype']}"
+    source = f"Measured with `{found['command']}` on {found['device']}, {versions}, {found['date']}; {size}."
+    return "\n".join([*lines, "", source])
+
+
 TABLES = {
     "README.md": {"compare": compare_table},
     "docs/quality.md": {"bars": bars_table, "rows": rows_table, "ablation": ablation_table},
     "docs/performance.md": {"bench": bench_table},
+    "docs/torch.md": {"overhead": overhead_table, "hf": hf_table},
 }
 
 
