@@ -7,11 +7,9 @@ import functools
 import hashlib
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -23,17 +21,19 @@ from pallas_kernels.bundle.format import Kernel, Variant
 from pallas_kernels.bundle.read import Bundle, load_bundle
 from pallas_kernels.lowered import Lowered
 from torch_bridge.binaries import cache_folder
+from torch_bridge.lowering_worker import worker
 
 
 class Lowering:
     """A source of kernels like :class:`pallas_kernels.bundle.read.Bundle`, made on demand.
 
-    Lowering takes seconds and happens in another process, so that this one imports no JAX.
+    Lowering takes seconds and happens in another process (:mod:`pallas_kernels.bundle.lower`): this one imports no JAX.
     """
 
     def __init__(self, folder: Path | None = None):
         self._folder = folder or cache_folder().parent / "lowered"
         self._found: dict[str, Bundle] = {}
+        self._worker = worker()
 
     def kernel(self, op: str, facts: Facts, target: str) -> Kernel:
         """The entry of one operation for one setting.
@@ -59,13 +59,14 @@ class Lowering:
         return next(bundle for bundle in self._found.values() if file in bundle.manifest.files)
 
     def _bundle(self, op: str, facts: Facts, target: str) -> Bundle:
-        text = json.dumps(dataclasses.asdict(facts), sort_keys=True)
+        asked = dataclasses.asdict(facts)
+        text = json.dumps(asked, sort_keys=True)
         name = hashlib.sha256("\0".join((sources(), target, type(facts).__name__, text)).encode()).hexdigest()[:32]
         if name not in self._found:
-            self._found[name] = _opened(self._folder / name) or self._make(name, op, text, target)
+            self._found[name] = _opened(self._folder / name) or self._make(name, op, asked, target)
         return self._found[name]
 
-    def _make(self, name: str, op: str, facts: str, target: str) -> Bundle:
+    def _make(self, name: str, op: str, facts: dict[str, Any], target: str) -> Bundle:
         if importlib.util.find_spec("jax") is None:
             raise JkvError(f"{op!r} must be lowered, and jax is not installed; give a bundle that has it (jkv build)")
         folder = self._folder / name
@@ -74,11 +75,8 @@ class Lowering:
         except OSError as error:
             raise JkvError(f"{str(self._folder)!r} cannot be made: {error.strerror or error}") from None
         shutil.rmtree(folder, ignore_errors=True)  # it is not there, or damaged
-        command = [sys.executable, "-m", "pallas_kernels.bundle.lower", str(folder), target, op, facts]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        made = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        if made.returncode:
-            reason = (made.stderr.strip() or "no reason given").splitlines()[-1]
+        reason = self._worker.lower(str(folder), target, op, facts)
+        if reason:
             raise JkvError(f"{op!r} could not be lowered for {target}: {reason}")
         return load_bundle(folder)
 
