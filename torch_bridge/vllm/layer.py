@@ -1,0 +1,148 @@
+"""One attention layer of a serving engine: pages in the engine's pool, unfinished pages in BF16 beside it.
+
+``write`` comes before ``attend``, and what it writes is nothing that the step's own attention would miss: tokens that
+are quantized at once, pages that chunks fill, and of rows of one token the token itself. ``attend`` then reads pages
+that were full before the step, the rest and the chunk in BF16, and at its end puts the rest of chunks into BF16 and
+quantizes the pages that rows of one token have filled, as :class:`torch_bridge.cache.PagedCache` does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from jkv.errors import JkvError
+from jkv.options import AttentionOptions
+from torch_bridge import ops
+from torch_bridge.reference import ring
+from torch_bridge.store import Scheme
+from torch_bridge.vllm.batch import Chunk, Pages, Prompt, Rest, Singles, Step
+from torch_bridge.vllm.prompt import Context, attend_prompt
+
+Pair = tuple[Tensor, Tensor]
+
+
+class ServedLayer:
+    """A layer's scheme, its BF16 memory ``waiting: bfloat16[2, places, H, 32, D]`` (None: every token is quantized at
+    once) and counts: ``nonfinite``, values that were stored as zero, and calls."""
+
+    def __init__(
+        self,
+        scheme: Scheme,
+        waiting: Tensor | None,
+        options: AttentionOptions | None = None,
+        implementation: str | None = None,
+        device: torch.device | str = "cpu",
+    ):
+        self.scheme, self.waiting = scheme, waiting
+        self.options, self.implementation = options or AttentionOptions(), implementation
+        self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
+        self.writes = self.reads = 0
+
+    def write(self, k: Tensor, v: Tensor, pool: Tensor, step: Step) -> None:
+        """Write a step's tokens ``k, v: [tokens or more, H, D]``.
+
+        Raises:
+          JkvError: for values that are not finite, on a CPU.
+        """
+        self.writes += 1
+        k, v = k[: step.tokens], v[: step.tokens]
+        if self.waiting is None:
+            bad = ops.write_kv(
+                self.scheme.text, self.scheme.arrays, k, v, pool, step.slot_mapping, implementation=self.implementation
+            )
+            self.nonfinite += bad.sum(dtype=torch.int32)
+            if pool.device.type == "cpu" and bool(bad.any()):
+                raise JkvError("k or v holds a value that is not finite")
+            return
+        settled = self._settle(k, v, step)
+        if step.pages is not None:
+            self._write_pages(settled, pool, step.pages)
+        if step.singles is not None:
+            own = settled[:, :, : len(step.singles.total)]
+            self._wait(own, step.singles.place, step.singles.offset)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, step: Step, out: Tensor) -> None:
+        """Attention of the step's tokens ``q: [tokens or more, Hq, D]``, into ``out`` of the same form."""
+        self.reads += 1
+        if step.singles is not None:
+            count = len(step.singles.total)
+            out[:count] = self._attend_singles(q[:count], pool, step.singles)
+        for chunk in step.chunks:
+            made = self._attend_chunk(q, k, v, pool, chunk).flatten(0, 1)
+            out[chunk.into] = made[chunk.back].to(out.dtype)
+        for prompt in step.prompts:
+            own = slice(prompt.first, prompt.first + prompt.count)
+            out[own] = self._attend_prompt(q[own], k[own], v[own], pool, prompt)
+        if self.waiting is None:
+            return
+        if step.singles is not None:
+            self._seal(pool, step.singles)
+        if step.rest is not None:
+            self._keep_rest(k, v, step.rest, step)
+
+    def _attend_singles(self, q: Tensor, pool: Tensor, rows: Singles) -> Tensor:
+        tail = None if self.waiting is None else self._tail(rows.place)
+        made = ops.decode_attention(
+            self.scheme.text, self.scheme.arrays, q[:, None], pool, rows.block_table, rows.total, sealed=rows.sealed,
+            tail=tail, options=self.options, implementation=self.implementation,
+        )  # fmt: skip
+        return made[:, 0]
+
+    def _attend_chunk(self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, rows: Chunk) -> Tensor:
+        tail = None if self.waiting is None else self._tail(rows.place)
+        return ops.extend_attention(
+            self.scheme.text, self.scheme.arrays, q[rows.token], (k[rows.token], v[rows.token]), pool,
+            rows.block_table, rows.before, counts=rows.counts, sealed=rows.sealed, tail=tail, options=self.options,
+            implementation=self.implementation,
+        )  # fmt: skip
+
+    def _attend_prompt(self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, row: Prompt) -> Tensor:
+        tail = None
+        if self.waiting is not None and row.before:
+            tail = self._tail(row.place)
+        context = Context(self.scheme, pool, row.block_table, row.before, tail, self.implementation)
+        return attend_prompt(context, q, k, v, self.options)
+
+    def _tail(self, place: Tensor) -> Pair:
+        """The BF16 pages of rows, ``[B, H, 32, D]`` each."""
+        assert self.waiting is not None
+        tail = self.waiting[:, place]
+        return tail[0], tail[1]
+
+    def _settle(self, k: Tensor, v: Tensor, step: Step) -> Tensor:
+        """Tokens as BF16 without the mean key, ``[2, H, tokens, D]``."""
+        settled, bad = ring.settle(k[None], v[None], self.scheme.mean, step.live[None])
+        self.nonfinite += bad
+        return settled[:, 0]
+
+    def _wait(self, settled: Tensor, place: Tensor, offset: Tensor) -> None:
+        """Put tokens ``[2, H, N, D]`` into BF16."""
+        assert self.waiting is not None
+        self.waiting[:, place, :, offset] = settled.permute(2, 0, 1, 3)
+
+    def _write_pages(self, settled: Tensor, pool: Tensor, pages: Pages) -> None:
+        """Quantize the pages that chunks fill, of which the first tokens may have waited."""
+        assert self.waiting is not None
+        new = settled[:, :, pages.token].permute(0, 2, 3, 1, 4)  # [2, N, 32, H, D]
+        old = self.waiting[:, pages.place].transpose(2, 3)
+        first = torch.arange(old.shape[2], device=old.device) < pages.waiting[:, None]
+        k, v = torch.where(first[None, :, :, None, None], old, new)
+        ops.write_pages(
+            self.scheme.text, self.scheme.centred, k, v, pool, pages.entry, implementation=self.implementation
+        )
+
+    def _seal(self, pool: Tensor, rows: Singles) -> None:
+        """Quantize the pages that rows of one token have filled."""
+        if pool.device.type == "cpu" and not bool((rows.page >= 0).any()):
+            return
+        tail, start = self._tail(rows.place), torch.zeros_like(rows.page)
+        ops.flush_group(
+            self.scheme.text, self.scheme.arrays, *tail, pool, start, rows.page, implementation=self.implementation
+        )
+
+    def _keep_rest(self, k: Tensor, v: Tensor, rest: Rest, step: Step) -> None:
+        live = dataclasses.replace(step, live=step.live[rest.token])
+        self._wait(self._settle(k[rest.token], v[rest.token], live), rest.place, rest.offset)
