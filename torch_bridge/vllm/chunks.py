@@ -125,12 +125,12 @@ def pages_of(rows: Rows) -> Pages | None:
     full = rows.live[row] & ((page + 1) * PAGE_TOKENS <= rows.total[row])
     entry = entries(rows.batch.block_table[row], page[:, None], rows.batch.block_tokens)[:, 0]
     token = (first[:, None] + position - begin[:, None]).clamp(min=0)
-    most = first + rows.put([rows.batch.counts[r] - 1 for r, _ in at])
+    end = first + rows.put([rows.batch.counts[r] - 1 for r, _ in at])
     return Pages(
         entry=torch.where(full, entry, -1).to(torch.int32),
         place=rows.place_of(begin, row),
         waiting=begin - page * PAGE_TOKENS,
-        token=torch.minimum(token, most[:, None]),
+        token=torch.minimum(token, end[:, None]),
     )
 
 

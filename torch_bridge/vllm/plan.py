@@ -19,8 +19,11 @@ from torch_bridge.vllm.chunks import Rows, chunks_of, pages_of, prompts_of, rest
 from torch_bridge.vllm.slots import Slots, entries
 
 
-def plan(batch: Batch, slots: Slots | None) -> Step:
-    """The step of a batch; ``slots`` are those of schemes that keep the unfinished page in BF16."""
+def plan(batch: Batch, slots: Slots | None, idle: bool = False) -> Step:
+    """The step of a batch; ``slots`` are those of schemes that keep the unfinished page in BF16.
+
+    Rows of an ``idle`` step are nobody's, whatever they say.
+    """
     single = leading_singles(batch.counts)
     alone = single == len(batch.counts)
     total = batch.lengths.to(torch.int64)
@@ -31,6 +34,8 @@ def plan(batch: Batch, slots: Slots | None) -> Step:
     backwards = [last - back for back in range(1 if slots is None else slots.depth)]
     entry = entries(batch.block_table, torch.stack([here - 1, here, *backwards], dim=1), batch.block_tokens)
     live = (total > 0) & (entry[:, 2] >= 0)
+    if idle:
+        live = torch.zeros_like(live)
     place, sealed = torch.zeros_like(total), begin
     if slots is not None:
         place = slots.assign(begin, total, live, entry) * slots.depth

@@ -1,0 +1,68 @@
+"""One engine in a process of its own: ``python -m tests.torch_bridge.vllm.run`` with a job as JSON on stdin.
+
+A job is ``{"llm": options of LLM, "steps": [{"prompts": lists of ids, "sampling": options}]}``. On the last line of
+stdout comes JSON: the size of the cache in tokens, calls of every layer, and for every step the tokens and logprobs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+
+os.environ |= {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "JAX_PLATFORMS": "cpu",
+}
+
+
+def main(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(**job["llm"])
+    config = llm.llm_engine.vllm_config
+    found: dict[str, Any] = {"tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size}
+    found["steps"] = []
+    for step in job.get("steps", []):
+        prompts = [{"prompt_token_ids": ids} for ids in step["prompts"]]
+        outs = llm.generate(prompts, SamplingParams(**step["sampling"]), use_tqdm=False)
+        found["steps"].append([_output(out) for out in outs])
+    found["layers"] = {name: _layer(layer) for name, layer in config.compilation_config.static_forward_context.items()}
+    return found
+
+
+def _output(out: Any) -> dict[str, Any]:
+    prompt = out.prompt_logprobs
+    return {
+        "cached": out.num_cached_tokens,
+        "ids": [list(made.token_ids) for made in out.outputs],
+        "logprobs": [[_of(entry) for entry in made.logprobs or []] for made in out.outputs],
+        "prompt": None if prompt is None else [None if entry is None else _of(entry) for entry in prompt],
+    }
+
+
+def _of(entry: Any) -> dict[str, float]:
+    return {str(token): value.logprob for token, value in entry.items()}
+
+
+def _layer(layer: Any) -> dict[str, Any]:
+    served = getattr(getattr(layer, "impl", None), "served", None)
+    if served is None:
+        return {"impl": type(getattr(layer, "impl", layer)).__name__}
+    return {
+        "spec": served.scheme.description.spec,
+        "writes": served.writes,
+        "reads": served.reads,
+        "nonfinite": int(served.nonfinite),
+        "shape": list(layer.kv_cache.shape),
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(json.load(sys.stdin))), flush=True)

@@ -1,0 +1,125 @@
+"""Once a step: vLLM's metadata to a :class:`torch_bridge.vllm.batch.Step`, in memory that a CUDA graph may hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
+
+from jkv.errors import JkvError
+from torch_bridge.backends import find
+from torch_bridge.vllm.batch import Batch, Singles, Step
+from torch_bridge.vllm.config import device as device_in_use
+from torch_bridge.vllm.config import required, slots_in
+from torch_bridge.vllm.plan import plan
+from torch_bridge.vllm.slots import Slots
+
+_LOOKED_AT = 512  # steps between looks at a count on a GPU
+
+
+class JkvMetadata(AttentionMetadata):
+    """A step of one group of layers."""
+
+    def __init__(self, step: Step):
+        self.step = step
+        self.num_actual_tokens = step.tokens
+
+
+class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
+    """Steps for layers of one format that share block tables."""
+
+    reorder_batch_threshold: int | None = 1
+    supports_update_block_table: bool = False
+    built: ClassVar[int] = 0
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        impls = [layer.impl for layer in layers.values()]
+        if any(getattr(impl, "served", None) is None for impl in impls):
+            raise JkvError(f"attention layers {', '.join(layer_names)} are of a kind that jkv does not serve")
+        self.slots: Slots | None = None
+        rows, depth = slots_in(vllm_config)
+        if any(impl.served.waiting is not None for impl in impls):
+            self.slots = Slots(rows, depth, device)
+        self._kept: dict[str, Tensor] = {}
+        self._steps, self._lost = 0, torch.zeros((), dtype=torch.int64)
+        if device.type != "cpu":
+            self._lost = self._lost.pin_memory()
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Launched kernels can be captured; the other implementations compute with values on the host."""
+        where = device_in_use()
+        if where.type != "cuda":
+            return AttentionCGSupport.NEVER
+        backend = type(find(where, required(vllm_config).implementation)).__name__
+        launched = backend == "LaunchedBackend"
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if launched else AttentionCGSupport.NEVER
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> JkvMetadata:
+        del common_prefix_len, fast_build
+        return self._made(common_attn_metadata, idle=False)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> JkvMetadata:
+        """Rows of a capture are nobody's: slots stay as they are."""
+        return self._made(common_attn_metadata, idle=True)
+
+    def _made(self, common: Any, idle: bool) -> JkvMetadata:
+        if common.causal is not True:
+            raise JkvError("attention that is not causal is not possible with jkv's schemes")
+        JkvMetadataBuilder.built += 1
+        start = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
+        counts = [end - begin for begin, end in itertools.pairwise(start)]
+        step = plan(
+            Batch(
+                counts,
+                common.seq_lens[: common.num_reqs],
+                common.seq_lens_cpu_upper_bound,
+                common.block_table_tensor[: common.num_reqs],
+                common.slot_mapping,
+                self.kv_cache_spec.block_size,
+            ),
+            self.slots,
+            idle=idle,
+        )
+        self._look()
+        return JkvMetadata(self._persistent(step))
+
+    def _persistent(self, step: Step) -> Step:
+        """The step with what rows of one token need in the same memory in every step: a graph reads it there."""
+        if step.singles is None or self.device.type == "cpu":
+            return step
+        rows = step.singles
+        own = ("sealed", "place", "offset", "page", "live")
+        singles = Singles(**rows._asdict() | {name: self._keep(name, getattr(rows, name)) for name in own})
+        live = singles.live if step.live is rows.live else step.live
+        return dataclasses.replace(step, singles=singles, live=live)
+
+    def _keep(self, name: str, value: Tensor) -> Tensor:
+        if name not in self._kept or len(self._kept[name]) < len(value):
+            rows = max(len(value), self.vllm_config.scheduler_config.max_num_seqs * 2)
+            self._kept[name] = value.new_zeros(rows)
+        self._kept[name][: len(value)].copy_(value)
+        return self._kept[name][: len(value)]
+
+    def _look(self) -> None:
+        """Refuse to go on where a request's page was given away: on a GPU this is seen a while later."""
+        if self.slots is None:
+            return
+        self._steps += 1
+        if self.device.type == "cpu":
+            self._lost = self.slots.lost
+        elif self._steps % _LOOKED_AT == 0:
+            self._lost.copy_(self.slots.lost, non_blocking=True)
+        if self._lost > 0:
+            raise JkvError(
+                f"{int(self._lost)} unfinished pages were given to other requests while theirs waited; raise "
+                "max_num_seqs"
+            )
