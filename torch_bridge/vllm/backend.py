@@ -59,11 +59,11 @@ class JkvBackend(AttentionBackend):
         return False
 
 
-def serve_layers(attention: Any, respecify: Callable[[Any, Any, int], Any]) -> None:
+def serve_layers(attention: Any, respecify: Callable[[Any, Any, int, int], Any]) -> None:
     """Let vLLM's ``attention`` class ask its layers, by their names, how large their pages are. Done once.
 
-    ``respecify(layer, spec, bytes of a token and KV head)`` is the spec that vLLM's allocates pages by. vLLM has a hook
-    for backends, but it knows no layer, and layers may differ.
+    ``respecify(layer, spec, bytes of a token and KV head, tokens of a block)`` is the spec that vLLM allocates pages by.
+    vLLM's own hook for backends knows no layer, and layers may differ.
     """
     original = attention.get_kv_cache_spec
     if getattr(original, "of_jkv", False):
@@ -82,8 +82,9 @@ def serve_layers(attention: Any, respecify: Callable[[Any, Any, int], Any]) -> N
         spec = original(self, vllm_config)
         if spec is None:
             return None
-        check_block(spec.block_size)
-        return respecify(self, spec, token_bytes(served.scheme.description))
+        block = vllm_config.cache_config.block_size
+        check_block(block)
+        return respecify(self, spec, token_bytes(served.scheme.description), block)
 
     get_kv_cache_spec.of_jkv = True  # type: ignore[attr-defined]
     attention.get_kv_cache_spec = get_kv_cache_spec

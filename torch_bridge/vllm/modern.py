@@ -29,8 +29,8 @@ class CpuBackend(Backend):
         return "CPU_ATTN"
 
 
-def _respecify(layer: Any, spec: Any, size: int) -> Any:
-    del layer
+def _respecify(layer: Any, spec: Any, size: int, block_tokens: int) -> Any:
+    del layer, block_tokens
     return dataclasses.replace(spec, dtype=torch.uint8, state_content_bytes=size)
 
 

@@ -1,15 +1,20 @@
 """One engine in a process of its own: ``python -m tests.torch_bridge.vllm.run`` with a job as JSON on stdin.
 
-A job is ``{"llm": options of LLM, "steps": [{"prompts": lists of ids, "sampling": options}]}``. On the last line of
-stdout comes JSON: the size of the cache in tokens, calls of every layer, and for every step the tokens and logprobs.
+A job is ``{"llm": options of LLM, "steps": [{"prompts": lists of ids, "sampling": options}]}``; with ``"logits": FILE``
+a step leaves the logits of its prompts' tokens there. On the last line of stdout comes JSON: the size of the cache in
+tokens, calls of every layer, and for every step the tokens and logprobs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -31,10 +36,32 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
     found["steps"] = []
     for step in job.get("steps", []):
         prompts = [{"prompt_token_ids": ids} for ids in step["prompts"]]
-        outs = llm.generate(prompts, SamplingParams(**step["sampling"]), use_tqdm=False)
+        with _collected(llm, step.get("logits")):
+            outs = llm.generate(prompts, SamplingParams(**step["sampling"]), use_tqdm=False)
         found["steps"].append([_output(out) for out in outs])
     found["layers"] = {name: _layer(layer) for name, layer in config.compilation_config.static_forward_context.items()}
     return found
+
+
+@contextlib.contextmanager
+def _collected(llm: Any, path: str | None) -> Iterator[None]:
+    """Keep the logits of all tokens of prompts: with ``prompt_logprobs``, those of more than one row at a time."""
+    if path is None:
+        yield
+        return
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    original, found = model.compute_logits, []
+
+    def compute_logits(hidden: Any, *rest: Any) -> Any:
+        logits = original(hidden, *rest)
+        if len(hidden) > 1:
+            found.append(logits.float().numpy().copy())
+        return logits
+
+    model.compute_logits = compute_logits
+    yield
+    del model.compute_logits
+    np.save(path, np.concatenate(found))
 
 
 def _output(out: Any) -> dict[str, Any]:
