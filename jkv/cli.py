@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from jkv._version import __version__
-from jkv.commands import bench, build, calibrate, compare, doctor, generate, layout, schemes
+from jkv.commands import bench, build, calibrate, compare, doctor, generate, layout, schemes, vllm_config
 from jkv.commands._shared import example
 from jkv.errors import JkvError
 
@@ -25,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (compare, calibrate, generate, schemes, layout, bench, build, doctor):
+for module in (compare, calibrate, generate, schemes, layout, bench, build, vllm_config, doctor):
     app.command(module.NAME, help=module.HELP, epilog=example(*module.EXAMPLE))(module.command)
 
 

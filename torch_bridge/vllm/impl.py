@@ -18,7 +18,7 @@ from torch_bridge.vllm.config import device, rank_in, required, shape_in, slots_
 from torch_bridge.vllm.layer import ServedLayer
 from torch_bridge.vllm.metadata import JkvMetadata
 from torch_bridge.vllm.model import check_options, describe, layer_number, scheme_of
-from torch_bridge.vllm.slots import Slots
+from torch_bridge.vllm.sizes import places_for
 
 
 class JkvImpl(AttentionImpl[JkvMetadata]):
@@ -60,8 +60,7 @@ class JkvImpl(AttentionImpl[JkvMetadata]):
         layers = describe(required(config), shape_in(config))
         if not any(layer.windows.tail_tokens for layer in layers):
             return None
-        places = Slots(*slots_in(config), "meta").places
-        shape = (2, places, self.num_kv_heads, PAGE_TOKENS, self.head_size)
+        shape = (2, places_for(*slots_in(config)), self.num_kv_heads, PAGE_TOKENS, self.head_size)
         return torch.zeros(shape, dtype=torch.bfloat16, device=device())
 
     def bind(self, name: str, config: Any) -> ServedLayer:

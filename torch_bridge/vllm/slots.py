@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from jkv.units import PAGE_TOKENS
+from torch_bridge.vllm.sizes import places_for, slots_for
 
 NOTHING = -1  # no physical page
 _NULL_BLOCK = 0
@@ -33,8 +34,8 @@ class Slots:
     """
 
     def __init__(self, rows: int, depth: int, device: torch.device | str):
-        self.count, self.depth = count_for(rows), depth
-        places = (self.count + 1) * depth
+        self.count, self.depth = slots_for(rows), depth
+        places = places_for(rows, depth)
         self.owner = torch.full((places,), NOTHING, dtype=torch.int64, device=device)
         self.held = torch.zeros(places, dtype=torch.int64, device=device)
         self.stamp = torch.zeros(self.count + 1, dtype=torch.int64, device=device)
@@ -106,11 +107,6 @@ class Slots:
         fresh = order[(new.cumsum(0) - 1).clamp(0, self.count - 1)]
         slot = torch.where(found, at // self.depth, torch.where(beside, place, torch.where(new, fresh, spare)))
         return slot, kept
-
-
-def count_for(rows: int) -> int:
-    """Slots for ``rows`` running requests: those of some that ended may be younger than that of one that waits."""
-    return rows + max(16, rows // 8)
 
 
 def _first(hit: Tensor) -> tuple[Tensor, Tensor]:
