@@ -124,6 +124,6 @@ def _show(found: dict[str, Any]) -> None:
         out.print(f"{tokens['scheme'] / length:,.1f} requests of {length:,} tokens at a time")
     out.print(
         f"of {found['gpu_memory_gib']:g} GiB at {found['utilization']:.0%}: weights "
-        f"{found['weight_bytes'] / 2**30:.1f} GiB, unfinished pages {found['waiting_bytes'] / 2**30:.1f} GiB; what vLLM "
-        "needs for activations comes off the rest"
+        f"{found['weight_bytes'] / 2**30:.1f} GiB, unfinished pages {found['waiting_bytes'] / 2**30:.1f} GiB; what "
+        "vLLM needs for activations comes off the rest"
     )

@@ -62,8 +62,8 @@ class JkvBackend(AttentionBackend):
 def serve_layers(attention: Any, respecify: Callable[[Any, Any, int, int], Any]) -> None:
     """Let vLLM's ``attention`` class ask its layers, by their names, how large their pages are. Done once.
 
-    ``respecify(layer, spec, bytes of a token and KV head, tokens of a block)`` is the spec that vLLM allocates pages by.
-    vLLM's own hook for backends knows no layer, and layers may differ.
+    ``respecify(layer, spec, bytes of a token and KV head, tokens of a block)`` is the spec that vLLM allocates pages
+    by. vLLM's own hook for backends knows no layer, and layers may differ.
     """
     original = attention.get_kv_cache_spec
     if getattr(original, "of_jkv", False):
