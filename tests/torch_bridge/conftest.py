@@ -5,7 +5,7 @@ import importlib.util
 if importlib.util.find_spec("torch") is None:
     collect_ignore_glob = ["reference/*", "test_binding.py", "test_checks.py", "test_dlpack.py", "test_imports.py"]
     collect_ignore_glob += ["launched/*", "test_launch*.py", "test_lowering_worker.py", "test_ops.py"]
-    collect_ignore_glob += ["test_cache.py", "test_hf*.py"]
+    collect_ignore_glob += ["test_cache.py", "test_hf*.py", "vllm/*"]
 else:
     import torch
 

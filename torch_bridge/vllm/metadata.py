@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
+from collections import Counter
 from typing import Any, ClassVar
 
 import torch
@@ -48,6 +50,10 @@ class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
         rows, depth = slots_in(vllm_config)
         if any(impl.served.waiting is not None for impl in impls):
             self.slots = Slots(rows, depth, device)
+        kinds = Counter(impl.served.scheme.description.spec for impl in impls)
+        found = ", ".join(f"{count} of {spec}" for spec, count in kinds.items())
+        where = "" if self.slots is None else f", {self.slots.count} unfinished pages in BF16"
+        logging.getLogger("vllm.jkv").info("jkv serves attention layers: %s%s", found, where)
         self._kept: dict[str, Tensor] = {}
         self._steps, self._lost = 0, torch.zeros((), dtype=torch.int64)
         if device.type != "cpu":

@@ -57,9 +57,9 @@ def test_results_hold_with_prefix_caching_chunks_batches_and_preemption(tmp_path
     """The same continuation from a cold cache, a warm one, in small chunks, among others, with too little room."""
     spec, one = "rtn:bits=4", words(200)
     others = [words(60 + 30 * seed, seed) for seed in range(1, 6)]
-    cold, warm, batch = engines.run(
-        options(spec), greedy([one], NEW), greedy([one], NEW), greedy([*others, one], NEW)
-    )["steps"]
+    cold, warm, batch = engines.run(options(spec), greedy([one], NEW), greedy([one], NEW), greedy([*others, one], NEW))[
+        "steps"
+    ]
     assert cold[0]["cached"] == 0 and warm[0]["cached"] == 200 // BLOCK * BLOCK
     chunked = engines.run(options(spec, max_num_batched_tokens=40), greedy([one], NEW))["steps"][0]
     # Room for two of these requests at a time: others are preempted, blocks evicted and filled again.
