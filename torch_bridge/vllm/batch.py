@@ -63,10 +63,10 @@ class Chunk(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """One row of many tokens, ``first .. first + count`` of the step, after ``before`` others."""
+    """One row of many tokens, ``first .. first + steps`` of the step, after ``before`` others."""
 
     first: int
-    count: int
+    steps: int
     before: int
     place: Tensor
     block_table: Tensor

@@ -74,7 +74,7 @@ class ServedLayer:
             made = self._attend_chunk(q, k, v, pool, chunk).flatten(0, 1)
             out[chunk.into] = made[chunk.back].to(out.dtype)
         for prompt in step.prompts:
-            own = slice(prompt.first, prompt.first + prompt.count)
+            own = slice(prompt.first, prompt.first + prompt.steps)
             out[own] = self._attend_prompt(q[own], k[own], v[own], pool, prompt)
         if self.waiting is None:
             return

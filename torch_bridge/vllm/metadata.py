@@ -43,7 +43,7 @@ class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
-        impls = [layer.impl for layer in layers.values()]
+        impls: list[Any] = [layer.impl for layer in layers.values()]
         if any(getattr(impl, "served", None) is None for impl in impls):
             raise JkvError(f"attention layers {', '.join(layer_names)} are of a kind that jkv does not serve")
         self.slots: Slots | None = None

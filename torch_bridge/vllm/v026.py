@@ -22,7 +22,7 @@ class Backend(JkvBackend):
     token_bytes: ClassVar[int] = 0
 
     @classmethod
-    def get_kv_cache_shape(  # type: ignore[override]
+    def get_kv_cache_shape(
         cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
         del cache_dtype_str

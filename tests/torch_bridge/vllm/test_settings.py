@@ -59,9 +59,9 @@ def test_other_releases_are_refused_by_name(version):
 def test_another_process_describes_layers():
     spec = "kivi:bits=2;1=fp8;-1=bf16"
     assert layers_of(spec, 64, 4) == describe_layers(spec, 64, 4)
-    with pytest.raises(JkvError, match="^scheme 'kivvi' is unknown"):
+    with pytest.raises(JkvError, match=r"^scheme 'kivvi' is unknown"):
         layers_of("kivvi:bits=2", 64, 4)
-    with pytest.raises(JkvError, match="^head_dim=72 is not supported by 'fp8'"):
+    with pytest.raises(JkvError, match=r"^head_dim=72 is not supported by 'fp8'"):
         layers_of("fp8", 72, 4)
 
 
@@ -103,7 +103,8 @@ def test_layers_are_known_by_their_names():
 
 def test_what_decides_imports_neither_vllm_nor_jax():
     code = (
-        "import sys, torch_bridge.vllm.layer, torch_bridge.vllm.plan, torch_bridge.vllm.model, torch_bridge.vllm.config;"
+        "import sys, torch_bridge.vllm.layer, torch_bridge.vllm.plan, torch_bridge.vllm.model\n"
+        "import torch_bridge.vllm.config\n"
         "print(sorted(x for x in sys.modules if x.split('.')[0] in ('vllm', 'jax', 'flax')))"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
