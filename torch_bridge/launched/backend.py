@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ class LaunchedBackend:
         self._library, self._multiprocessors, self.stream = library, multiprocessors, stream
         self.is_current = library.is_current
         self._plans: dict[Hashable, tuple[Any, Any]] = {}
+        self._captured: dict[Hashable, tuple[Any, Any]] = {}
         self._memory: dict[Hashable, Tensor] = {}
 
     def write_kv(
@@ -203,11 +205,14 @@ class LaunchedBackend:
 
     def _made(self, where: Hashable, kept: Any, make: Callable[[], Any]) -> Any:
         """What was made before at this place, or is made now; ``kept`` lives as long."""
-        found = self._plans.get(where)
+        found = self._plans.get(where) or self._captured.get(where)
         if found is None:
             if len(self._plans) >= _KEPT:
-                self._plans.clear()
+                for oldest in list(itertools.islice(self._plans, _KEPT // 4)):
+                    del self._plans[oldest]
             found = self._plans[where] = make(), kept
+        if self._library.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured[where] = found  # the graph goes on using its tensors
         return found[0]
 
 

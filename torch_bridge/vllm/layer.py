@@ -67,9 +67,11 @@ class ServedLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, step: Step, out: Tensor) -> None:
         """Attention of the step's tokens ``q: [tokens or more, Hq, D]``, into ``out`` of the same form."""
         self.reads += 1
+        tail = None
         if step.singles is not None:
             count = len(step.singles.total)
-            out[:count] = self._attend_singles(q[:count], pool, step.singles)
+            tail = None if self.waiting is None else self._tail(step.singles.place)
+            out[:count] = self._attend_singles(q[:count], pool, step.singles, tail)
         for chunk in step.chunks:
             made = self._attend_chunk(q, k, v, pool, chunk).flatten(0, 1)
             out[chunk.into] = made[chunk.back].to(out.dtype)
@@ -78,13 +80,12 @@ class ServedLayer:
             out[own] = self._attend_prompt(q[own], k[own], v[own], pool, prompt)
         if self.waiting is None:
             return
-        if step.singles is not None:
-            self._seal(pool, step.singles)
+        if step.singles is not None and tail is not None:
+            self._seal(pool, step.singles, tail)
         if step.rest is not None:
             self._keep_rest(k, v, step.rest, step)
 
-    def _attend_singles(self, q: Tensor, pool: Tensor, rows: Singles) -> Tensor:
-        tail = None if self.waiting is None else self._tail(rows.place)
+    def _attend_singles(self, q: Tensor, pool: Tensor, rows: Singles, tail: Pair | None) -> Tensor:
         made = ops.decode_attention(
             self.scheme.text, self.scheme.arrays, q[:, None], pool, rows.block_table, rows.total, sealed=rows.sealed,
             tail=tail, options=self.options, implementation=self.implementation,
@@ -134,11 +135,11 @@ class ServedLayer:
             self.scheme.text, self.scheme.centred, k, v, pool, pages.entry, implementation=self.implementation
         )
 
-    def _seal(self, pool: Tensor, rows: Singles) -> None:
+    def _seal(self, pool: Tensor, rows: Singles, tail: Pair) -> None:
         """Quantize the pages that rows of one token have filled."""
         if pool.device.type == "cpu" and not bool((rows.page >= 0).any()):
             return
-        tail, start = self._tail(rows.place), torch.zeros_like(rows.page)
+        start = torch.zeros_like(rows.page)
         ops.flush_group(
             self.scheme.text, self.scheme.arrays, *tail, pool, start, rows.page, implementation=self.implementation
         )

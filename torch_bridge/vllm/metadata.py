@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 from collections import Counter
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder
 
 from jkv.errors import JkvError
 from torch_bridge.backends import find
-from torch_bridge.vllm.batch import Batch, Singles, Step
+from torch_bridge.vllm.batch import Batch, Step
 from torch_bridge.vllm.config import device as device_in_use
 from torch_bridge.vllm.config import required, slots_in
+from torch_bridge.vllm.persistent import Persistent
 from torch_bridge.vllm.plan import plan
 from torch_bridge.vllm.slots import Slots
 
@@ -54,7 +53,8 @@ class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
         found = ", ".join(f"{count} of {spec}" for spec, count in kinds.items())
         where = "" if self.slots is None else f", {self.slots.count} unfinished pages in BF16"
         logging.getLogger("vllm.jkv").info("jkv serves attention layers: %s%s", found, where)
-        self._kept: dict[str, Tensor] = {}
+        most = max(rows, *(vllm_config.compilation_config.cudagraph_capture_sizes or (0,)))
+        self._kept = Persistent(most) if device.type == "cuda" else None
         self._steps, self._lost = 0, torch.zeros((), dtype=torch.int64)
         if device.type != "cpu":
             self._lost = self._lost.pin_memory()
@@ -96,24 +96,7 @@ class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
             idle=idle,
         )
         self._look()
-        return JkvMetadata(self._persistent(step))
-
-    def _persistent(self, step: Step) -> Step:
-        """The step with what rows of one token need in the same memory in every step: a graph reads it there."""
-        if step.singles is None or self.device.type == "cpu":
-            return step
-        rows = step.singles
-        own = ("sealed", "place", "offset", "page", "live")
-        singles = Singles(**rows._asdict() | {name: self._keep(name, getattr(rows, name)) for name in own})
-        live = singles.live if step.live is rows.live else step.live
-        return dataclasses.replace(step, singles=singles, live=live)
-
-    def _keep(self, name: str, value: Tensor) -> Tensor:
-        if name not in self._kept or len(self._kept[name]) < len(value):
-            rows = max(len(value), self.vllm_config.scheduler_config.max_num_seqs * 2)
-            self._kept[name] = value.new_zeros(rows)
-        self._kept[name][: len(value)].copy_(value)
-        return self._kept[name][: len(value)]
+        return JkvMetadata(step if self._kept is None else self._kept.hold(step))
 
     def _look(self) -> None:
         """Refuse to go on where a request's page was given away: on a GPU this is seen a while later."""

@@ -1,0 +1,92 @@
+"""The steps of :mod:`tests.torch_bridge.vllm.test_layer` on a GPU, with launched kernels and inside a CUDA graph.
+
+Without a GPU the same tensors are computed with again in every step, which is what a graph does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.torch_bridge.vllm.engine import GROUP, HEADS, Engine
+from torch_bridge.vllm.batch import Batch
+from torch_bridge.vllm.persistent import Persistent
+from torch_bridge.vllm.plan import plan
+
+GPU = torch.cuda.is_available()
+DEVICE, IMPLEMENTATION = ("cuda", "launch") if GPU else ("cpu", None)
+SPECS = ("kivi:bits=2", "flagrot-auto:bits=2,mode=key", "ultraquant", "rtn:bits=4,tail=0", "bf16")
+ROWS, DIM = 6, 64
+
+
+def engine(spec: str, **options) -> Engine:
+    return Engine(spec, rows=ROWS, device=DEVICE, dtype=torch.bfloat16, implementation=IMPLEMENTATION, **options)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("spec", SPECS)
+def test_mixed_steps(spec, depth):
+    made = engine(spec, depth=depth)
+    rows = [made.request(400) for _ in range(ROWS)]
+    for count in (5, 33, 64, 100):
+        made.step([(request, count) for request in rows])
+    for number in range(40):
+        made.step([(request, 1) for request in rows], padding=number % 3)
+    made.step([(rows[0], 1), (rows[1], 1), (rows[2], 7), (rows[3], 90)], padding=0)
+
+
+def captured(work: Callable[[], None]) -> Callable[[], None]:
+    """What does the work again: a graph, made after plans are made and kernels compiled on its stream."""
+    if not GPU:
+        return work
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            work()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph, stream=stream):
+        work()
+    return graph.replay
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_decoding_inside_a_graph(spec):
+    """One graph, replayed across pages and blocks with rows that change places and padding."""
+    made = engine(spec)
+    requests = [made.request(200) for _ in range(ROWS)]
+    for number, request in enumerate(requests):
+        made.step([(request, 3 + 13 * number)])
+    most, width = ROWS + 2, 5
+    lengths = torch.zeros(most, dtype=torch.int32, device=DEVICE)
+    table = torch.zeros(most, width, dtype=torch.int32, device=DEVICE)
+    slots = torch.full((most,), -1, dtype=torch.int64, device=DEVICE)
+    q = torch.zeros(most, HEADS * GROUP, DIM, dtype=torch.bfloat16, device=DEVICE)
+    k, v = (torch.zeros(most, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    out = torch.zeros_like(q)
+    kept = Persistent(most)
+    batch = Batch([0] * most, lengths, None, table, slots, made.block_tokens)
+
+    def forward(step) -> None:
+        made.layer.write(k, v, made.pool, step)
+        made.layer.attend(q, k, v, made.pool, step, out)
+
+    idle = kept.hold(plan(batch, made.slots, idle=True))
+    replay = captured(lambda: forward(idle))
+    for number in range(70):
+        first = number % ROWS
+        rows = made.take([(request, 1) for request in (requests[first:] + requests[:first])[number % 3 :]])
+        real, tensors = made.batch(rows, most - len(rows))
+        lengths.copy_(real.lengths)
+        table.zero_()
+        table[:, : real.block_table.shape[1]].copy_(real.block_table)
+        slots.copy_(real.slot_mapping)
+        for held, new in zip((q, k, v), tensors, strict=True):
+            held.copy_(new.nan_to_num())
+        kept.hold(plan(dataclasses.replace(batch, counts=real.counts), made.slots))
+        replay()
+        made.finish(rows, out)
