@@ -64,7 +64,7 @@ def check_config(config: Any) -> None:
 
     settings = required(config)
     cache, parallel = config.cache_config, config.parallel_config
-    if cache.block_size is not None:
+    if cache.user_specified_block_size:  # otherwise the backend is asked for one that it prefers
         check_block(cache.block_size)
     if str(cache.cache_dtype) not in ("auto", "bfloat16", KEY):
         raise JkvError(f"kv_cache_dtype={cache.cache_dtype!r} is not allowed with jkv, whose scheme decides; use auto")
