@@ -9,6 +9,8 @@ import functools
 import sys
 from typing import Any
 
+from torch_bridge.vllm.settings import KEY
+
 _CHOSEN = "torch_bridge.vllm.chosen"
 
 
@@ -21,7 +23,30 @@ def register() -> None:
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_CHOSEN}.CpuBackend")
     else:
         register_backend(AttentionBackendEnum.CUSTOM, f"{_CHOSEN}.Backend")
+    _register_dtype()
     _check_early(sys.modules.get("vllm.engine.arg_utils"))
+
+
+def _register_dtype() -> None:
+    """``--kv-cache-dtype jkv``, where vLLM knows dtypes by name (0.33). It says no more than ``auto`` does."""
+    from vllm.config import cache
+
+    if not hasattr(cache, "register_kv_cache_dtype") or cache.is_known_kv_cache_dtype(KEY):
+        return
+
+    @cache.register_kv_cache_dtype(KEY)
+    class JkvDtype:
+        name = KEY
+
+        def torch_dtype(self) -> Any:
+            import torch
+
+            return torch.uint8
+
+        def quant_mode(self) -> Any:
+            from vllm.v1.kv_cache_interface import KVQuantMode
+
+            return KVQuantMode.NONE  # layers state their bytes themselves
 
 
 def _check_early(arguments: Any) -> None:
@@ -36,7 +61,8 @@ def _check_early(arguments: Any) -> None:
     def create_engine_config(self: Any, *given: Any, **options: Any) -> Any:
         from torch_bridge.vllm.settings import settings_of
 
-        asked = settings_of(getattr(self, "additional_config", None)) is not None
+        named = getattr(self, "kv_cache_dtype", None) == KEY
+        asked = named or settings_of(getattr(self, "additional_config", None)) is not None
         config = original(self, *given, **options)
         if asked:
             from torch_bridge.vllm.start import prepare

@@ -15,9 +15,8 @@ class Counts:
         runner = self.model_runner
         layers = runner.vllm_config.compilation_config.static_forward_context
         served = [getattr(layer.impl, "served", None) for layer in layers.values()]
-        builders = [
-            group.get_metadata_builder() for groups in runner.attn_groups for group in groups
-        ]  # one a format and KV cache group
+        # One a format and KV cache group.
+        builders = [group.get_metadata_builder() for groups in runner.attn_groups for group in groups]
         slots = [builder.slots for builder in builders if getattr(builder, "slots", None) is not None]
         return {
             "served": sum(x is not None for x in served),

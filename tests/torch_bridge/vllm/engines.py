@@ -45,6 +45,10 @@ def process(module: list[str], text: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def _result(text: str) -> Any:
+    return json.loads(next(line for line in text.splitlines() if line.startswith("RESULT ")).removeprefix("RESULT "))
+
+
 def options(scheme: str | None, calibration: Path | None = None, **others: Any) -> Job:
     """Options of LLM for the demo model: float32, no compilation."""
     given: Job = {
@@ -65,7 +69,7 @@ def run(llm: Job, *steps: Job) -> Job:
     """The result of a job of :mod:`tests.torch_bridge.vllm.run`."""
     made = process(["tests.torch_bridge.vllm.run"], json.dumps({"llm": llm, "steps": steps}))
     assert made.returncode == 0, made.stderr[-4000:]
-    return json.loads(made.stdout.strip().splitlines()[-1])
+    return _result(made.stdout)
 
 
 def greedy(prompts: list[list[int]], tokens: int, **others: Any) -> Job:
@@ -108,4 +112,4 @@ def refusals(*jobs: Job) -> list[str]:
     """What every set of options is refused with, without a line of a traceback."""
     made = process(["tests.torch_bridge.vllm.refused"], json.dumps(jobs))
     assert made.returncode == 0, made.stderr[-4000:]
-    return json.loads(made.stdout.strip().splitlines()[-1])
+    return _result(made.stdout)

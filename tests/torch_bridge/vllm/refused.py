@@ -1,4 +1,4 @@
-"""Options that an engine must not start with, as JSON on stdin; what they are refused with, on the last line."""
+"""Options that an engine must not start with, as JSON on stdin; what they are refused with, behind RESULT."""
 
 from __future__ import annotations
 
@@ -20,4 +20,4 @@ def refusal(options: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps([refusal(options) for options in json.load(sys.stdin)]), flush=True)
+    print("RESULT " + json.dumps([refusal(options) for options in json.load(sys.stdin)]), flush=True)

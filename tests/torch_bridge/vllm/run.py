@@ -2,7 +2,7 @@
 
 A job is ``{"llm": options of LLM, "steps": [{"prompts": lists of ids, "sampling": options}]}``; with ``"logits": FILE``
 a step leaves the logits of its prompts' tokens there. On the last line of stdout comes JSON: the size of the cache in
-tokens, calls of every layer, and for every step the tokens and logprobs.
+tokens, calls of every layer and of every rank, and for every step the tokens and logprobs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+RESULT = "RESULT "  # the line that is meant: engines print others
 os.environ |= {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "HF_HUB_OFFLINE": "1",
@@ -30,7 +31,7 @@ os.environ |= {
 def main(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
-    llm = LLM(**job["llm"])
+    llm = LLM(**job["llm"], worker_extension_cls="tests.torch_bridge.vllm.counts.Counts")
     config = llm.llm_engine.vllm_config
     found: dict[str, Any] = {"tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size}
     found["steps"] = []
@@ -39,6 +40,7 @@ def main(job: dict[str, Any]) -> dict[str, Any]:
         with _collected(llm, step.get("logits")):
             outs = llm.generate(prompts, SamplingParams(**step["sampling"]), use_tqdm=False)
         found["steps"].append([_output(out) for out in outs])
+    found["ranks"] = llm.collective_rpc("jkv_counts")
     found["layers"] = {name: _layer(layer) for name, layer in config.compilation_config.static_forward_context.items()}
     return found
 
@@ -92,4 +94,4 @@ def _layer(layer: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(json.load(sys.stdin))), flush=True)
+    print(RESULT + json.dumps(main(json.load(sys.stdin))), flush=True)

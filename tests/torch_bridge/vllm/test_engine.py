@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
+import torch
 
 from jkv.page import layout
 from jkv.plan import plan_layers
@@ -15,10 +19,10 @@ pytestmark = [needs_vllm, pytest.mark.demo, pytest.mark.slow, pytest.mark.timeou
 NEW = 40  # tokens of a continuation: more than a page
 
 
-def tokens_that_fit(spec: str) -> int:
+def tokens_that_fit(spec: str, heads: int = KV_HEADS) -> int:
     """Of all layers together, in whole blocks."""
     layers = plan_layers(parse(spec), LAYERS).layers
-    token = sum(layout(layer, HEAD_DIM).nbytes for layer in layers) * KV_HEADS // 32
+    token = sum(layout(layer, HEAD_DIM).nbytes for layer in layers) * heads // 32
     return CACHE // (token * BLOCK) * BLOCK
 
 
@@ -83,6 +87,47 @@ def test_ngram_speculation_gives_the_same_distributions():
     assert engines.distance(plain[0], found["steps"][0][0]) < 0.06
     (reads,) = {layer["reads"] for layer in found["layers"].values()}
     assert reads < NEW  # drafts were accepted
+
+
+def test_a_sliding_window_is_the_models(tmp_path):
+    """Random weights: with every token in BF16, or in float8, the distributions are those of vLLM's own attention."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = MistralConfig(
+        **sizes, vocab_size=256, num_key_value_heads=2, head_dim=32, sliding_window=40, max_position_embeddings=1024
+    )
+    model = MistralForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    model.save_pretrained(tmp_path)
+    prompt = torch.randint(0, 256, (150,)).tolist()
+    given = {"model": str(tmp_path), "skip_tokenizer_init": True, "max_num_batched_tokens": 64}
+    step = greedy([prompt], NEW)
+    step["sampling"]["detokenize"] = False
+    exact = engines.run(options(None, **given), step)["steps"][0][0]
+    for scheme, far in (("bf16", 1e-3), ("fp8", 0.02), ("fp8:tail=0", 0.02)):
+        found = engines.run(options(scheme, **given), step)
+        assert engines.distance(exact, found["steps"][0][0]) < far, scheme
+        assert all(layer["reads"] > NEW for layer in found["layers"].values())
+
+
+def test_ranks_share_heads_and_calibration(tmp_path):
+    """Three ranks with a KV head each: the same answers, three times the room."""
+    spec, one = "rtn:bits=4,rotation=head,center=on", words(90)
+    made = cases.calibration(HEAD_DIM, KV_HEADS, LAYERS)
+    config = json.loads((engines.folder() / "config.json").read_text())
+    meta = made.meta | {"fingerprint": config["jkv_fingerprint"]}
+    path = dataclasses.replace(made, meta=meta).save(tmp_path / "calib.safetensors")
+    alone = engines.run(options(spec, path), greedy([one], NEW))
+    ranks = engines.run(options(spec, path, tensor_parallel_size=3), greedy([one], NEW))
+    assert engines.distance(alone["steps"][0][0], ranks["steps"][0][0]) < 0.02
+    assert ranks["tokens"] == tokens_that_fit(spec, heads=1)
+    assert len(ranks["ranks"]) == 3
+    for rank in ranks["ranks"]:
+        assert rank["served"] == rank["layers"] == LAYERS and rank["writes"] == rank["reads"] == [NEW]
 
 
 def test_wrong_use_is_refused_before_the_model_is_loaded(tmp_path):
