@@ -1,8 +1,8 @@
 """One engine in a process of its own: ``python -m tests.torch_bridge.vllm.run`` with a job as JSON on stdin.
 
 A job is ``{"llm": options of LLM, "steps": [{"prompts": lists of ids, "sampling": options}]}``; with ``"logits": FILE``
-a step leaves the logits of its prompts' tokens there. On the last line of stdout comes JSON: the size of the cache in
-tokens, calls of every layer and of every rank, and for every step the tokens and logprobs.
+a step leaves the logits of its prompts' tokens there. Behind RESULT comes JSON: the size of the cache in tokens, calls
+of every layer and of every rank, and for every step the tokens and logprobs.
 """
 
 from __future__ import annotations
