@@ -80,14 +80,19 @@ def greedy(prompts: list[list[int]], tokens: int, **others: Any) -> Job:
 
 def words(count: int, seed: int = 0) -> list[int]:
     """Ids of a text, the part that a seed says."""
+    ids = _text()
+    first = int(np.random.default_rng(seed).integers(0, len(ids) - count))
+    return ids[first : first + count]
+
+
+@functools.cache
+def _text() -> list[int]:
     from tokenizers import Tokenizer
 
     from jkv.texts import evaluation_texts
 
     text = " ".join(evaluation_texts().values())
-    ids = Tokenizer.from_file(str(folder() / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    first = int(np.random.default_rng(seed).integers(0, len(ids) - count))
-    return ids[first : first + count]
+    return Tokenizer.from_file(str(folder() / "tokenizer.json")).encode(text, add_special_tokens=False).ids
 
 
 def apart(a: dict[str, float], b: dict[str, float]) -> float:
