@@ -55,6 +55,10 @@ class JkvBackend(AttentionBackend):
         return True
 
     @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         return False
 

@@ -76,6 +76,15 @@ def check_config(config: Any) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise JkvError(f"{name}={getattr(parallel, name)} is not allowed with jkv; it must be 1")
+    if getattr(parallel, "use_ubatching", False):
+        raise JkvError("enable_dbo is not possible with jkv: batches in two halves would not share unfinished pages")
+    if getattr(config, "kv_transfer_config", None) is not None:
+        raise JkvError("kv_transfer_config is not possible with jkv: unfinished pages are not among those it moves")
+    for name in ("is_hybrid", "use_mla"):
+        if getattr(config.model_config, name, False):
+            raise JkvError(
+                f"model {shape_in(config).name} is not supported by jkv ({name}); its layers must be plain attention"
+            )
     bind(settings, shape_in(config))
 
 
