@@ -1,9 +1,10 @@
 """One attention layer of a serving engine: pages in the engine's pool, unfinished pages in BF16 beside it.
 
-``write`` comes before ``attend``, and what it writes is nothing that the step's own attention would miss: tokens that
-are quantized at once, pages that chunks fill, and of rows of one token the token itself. ``attend`` then reads pages
-that were full before the step, the rest and the chunk in BF16, and at its end puts the rest of chunks into BF16 and
-quantizes the pages that rows of one token have filled, as :class:`torch_bridge.cache.PagedCache` does.
+``write`` comes before ``attend`` and quantizes all that a step fills: tokens where a scheme takes each at once, else
+whole pages. Other rows of the same step may read them, since engines share a block as soon as its tokens are known. A
+row itself reads pages that were full before the step, and the rest and the step's tokens as BF16 holds them, as
+:class:`torch_bridge.cache.PagedCache` does; so chunks put what is left of them into BF16 after ``attend`` has read what
+it takes the place of.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class ServedLayer:
         self.options, self.implementation = options or AttentionOptions(), implementation
         self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
         self.writes = self.reads = 0
+        self._gathered: Pair | None = None  # BF16 pages of rows of one token, from write to attend
 
     def write(self, k: Tensor, v: Tensor, pool: Tensor, step: Step) -> None:
         """Write a step's tokens ``k, v: [tokens or more, H, D]``.
@@ -63,25 +65,22 @@ class ServedLayer:
         if step.singles is not None:
             own = settled[:, :, : len(step.singles.total)]
             self._wait(own, step.singles.place, step.singles.offset)
+            self._gathered = self._tail(step.singles.place)
+            self._seal(pool, step.singles, self._gathered)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, step: Step, out: Tensor) -> None:
         """Attention of the step's tokens ``q: [tokens or more, Hq, D]``, into ``out`` of the same form."""
         self.reads += 1
-        tail = None
         if step.singles is not None:
             count = len(step.singles.total)
-            tail = None if self.waiting is None else self._tail(step.singles.place)
-            out[:count] = self._attend_singles(q[:count], pool, step.singles, tail)
+            out[:count] = self._attend_singles(q[:count], pool, step.singles, self._gathered)
+            self._gathered = None
         for chunk in step.chunks:
             made = self._attend_chunk(q, k, v, pool, chunk).flatten(0, 1)
             out[chunk.into] = made[chunk.back].to(out.dtype)
         for prompt in step.prompts:
             own = slice(prompt.first, prompt.first + prompt.steps)
             out[own] = self._attend_prompt(q[own], k[own], v[own], pool, prompt)
-        if self.waiting is None:
-            return
-        if step.singles is not None and tail is not None:
-            self._seal(pool, step.singles, tail)
         if step.rest is not None:
             self._keep_rest(k, v, step.rest, step)
 

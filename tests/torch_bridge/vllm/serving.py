@@ -62,6 +62,15 @@ class Client:
                     pieces.append(json.loads(data)["choices"][0]["text"])
         return pieces
 
+    def metric(self, name: str) -> float:
+        """A number that the server publishes, summed over its labels."""
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
+            connection.request("GET", "/metrics")
+            lines = connection.getresponse().read().decode().splitlines()
+        found = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " "))]
+        assert found, f"{name} is not published"
+        return sum(found)
+
     def counts(self) -> dict[str, Any]:
         """What :mod:`tests.torch_bridge.vllm.counts` says of the worker."""
         return self.post("/collective_rpc", {"method": "jkv_counts"})["results"][0]

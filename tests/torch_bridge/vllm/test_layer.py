@@ -147,6 +147,19 @@ def test_a_shared_prefix_is_read_by_several_rows():
         engine.step([(second, 1), (first, 1)])
 
 
+@pytest.mark.parametrize("spec", ["kivi:bits=2", "ultraquant:tail=0"])
+@pytest.mark.parametrize("last", [1, 20])
+def test_a_block_that_a_step_fills_is_read_in_the_same_step(spec, last):
+    """Engines share a block as soon as its tokens are known: a chunk, or one token, fills what another row reads."""
+    engine = Engine(spec, block_tokens=32)
+    first, second = engine.request(100), engine.request(100)
+    for name in "qkv":
+        getattr(second, name)[:64] = getattr(first, name)[:64]
+    engine.step([(first, 64 - last)])
+    second.blocks, second.computed = list(first.blocks), 64
+    engine.step([(first, last), (second, 7)])
+
+
 def test_a_request_that_waits_keeps_its_slot_while_others_come_and_go():
     engine = Engine("kivi:bits=2", rows=4, block_tokens=32)
     waits = engine.request(60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -94,3 +95,7 @@ def soak(client: Client, requests: int, workers: int, seed: int) -> None:
         if answer is not None:
             assert_near(answer, client.complete(prompt, tokens))
     served(client)
+    end = time.monotonic() + 60  # figures are published now and then
+    while client.metric("vllm:kv_cache_usage_perc") and time.monotonic() < end:
+        time.sleep(1)
+    assert client.metric("vllm:kv_cache_usage_perc") == client.metric("vllm:num_requests_running") == 0
