@@ -16,15 +16,23 @@ _CHOSEN = "torch_bridge.vllm.chosen"
 
 def register() -> None:
     """Register the backend and have configurations that ask for it checked. Safe to call any number of times."""
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    _register_backend()
+    _register_dtype()
+    _check_early(sys.modules.get("vllm.engine.arg_utils"))
 
+
+def _register_backend() -> None:
+    """By name: classes are looked up when a layer is made. A release without a registry is refused when it is asked."""
+    from vllm.platforms import current_platform
+
+    try:
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    except ImportError:
+        return
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, f"{_CHOSEN}.CpuBackend")
     else:
         register_backend(AttentionBackendEnum.CUSTOM, f"{_CHOSEN}.Backend")
-    _register_dtype()
-    _check_early(sys.modules.get("vllm.engine.arg_utils"))
 
 
 def _register_dtype() -> None:
