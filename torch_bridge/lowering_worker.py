@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 import json
 import os
@@ -18,6 +20,7 @@ class Worker:
         self._process: subprocess.Popen[str] | None = None
         self._owner = 0
         self._lock = threading.Lock()
+        atexit.register(self.close)
 
     def lower(self, folder: str, target: str, op: str, facts: dict[str, Any]) -> str:
         """Have a bundle made; what is wrong, or nothing."""
@@ -28,8 +31,22 @@ class Worker:
                 answer = self._ask(request)
                 if answer:
                     return answer.strip()
-                self._process = None
+                self.close()
         return "the process that lowers ended; its output says why"
+
+    def close(self) -> None:
+        """End the process, or in a fork leave it to whom it belongs to."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for stream in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                if stream is not None:
+                    stream.close()
+        if self._owner == os.getpid():
+            process.wait()
+        else:
+            process.returncode = 0
 
     def _ask(self, request: str) -> str:
         """The answer with its line end; empty where the process is gone."""
@@ -44,6 +61,7 @@ class Worker:
 
     def _running(self) -> subprocess.Popen[str]:
         if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+            self.close()
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
             command = [sys.executable, "-m", "pallas_kernels.bundle.lower"]
             self._process = subprocess.Popen(

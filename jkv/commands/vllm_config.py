@@ -14,7 +14,7 @@ from jkv.errors import JkvError
 
 NAME = "vllm-config"
 HELP = (
-    "Print how to serve a model with vLLM and a scheme, and what its KV cache will hold. "
+    "Print how to serve a model with vLLM, and what fits. "
     "vLLM does not have to be installed; docs/vllm.md says more."
 )
 EXAMPLE = (

@@ -26,6 +26,9 @@ def test_one_process_serves_until_it_ends(tmp_path: Path):
     process.wait()
     assert lower("second", FACTS | {"tail": 64}) == ""
     assert worker._process is not process and load_bundle(tmp_path / "second")
-    worker._owner = os.getppid()  # as in a fork
     taken = worker._process
+    assert taken is not None
+    worker._owner = os.getppid()  # as in a fork
     assert lower("third", FACTS | {"sinks": 4}) == "" and worker._process is not taken
+    worker.close()
+    assert worker._process is None
