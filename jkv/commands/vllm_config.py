@@ -14,8 +14,7 @@ from jkv.errors import JkvError
 
 NAME = "vllm-config"
 HELP = (
-    "Print how to serve a model with vLLM, and what fits. "
-    "vLLM does not have to be installed; docs/vllm.md says more."
+    "Print how to serve a model with vLLM, and what fits. vLLM does not have to be installed; docs/vllm.md says more."
 )
 EXAMPLE = (
     "jkv vllm-config path/to/model --scheme kivi:bits=4 --gpu-memory 141",
