@@ -20,11 +20,11 @@ from jkv import page as pages
 from jkv.core import PAGE_TOKENS, Scheme
 from jkv.errors import JkvError
 from jkv.registry import parse
+from pallas_kernels.splits import number_of_splits
 
 Kernel = Literal["generic", "lane", "warp", "scaled"]
 TUNED = Path(__file__).parent / "tuned"
 _MULTIPROCESSORS = 132  # of an H100 or H200, where a device does not say
-_MOST_SPLITS = 128
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "kernel": get_args(Kernel),
     "num_warps": (1, 2, 4, 8, 16),
@@ -104,12 +104,8 @@ def resolve(config: DecodeConfig, programs: int, max_tokens: int, multiprocessor
     """
     if config.num_splits:
         return config
-    # About sixteen warps a multiprocessor hide the latency of loads; a register-level program is one warp.
-    num_warps = 1 if config.kernel == "warp" else config.num_warps
-    wanted = (multiprocessors or _MULTIPROCESSORS) * max(16 // num_warps, 1)
-    splits = 1
-    while splits * programs < wanted and splits < _MOST_SPLITS and 2 * splits * config.tokens <= max_tokens:
-        splits *= 2
+    num_warps = 1 if config.kernel == "warp" else config.num_warps  # a register-level program is one warp
+    splits = number_of_splits(programs, max_tokens, multiprocessors or _MULTIPROCESSORS, num_warps, config.tokens)
     return dataclasses.replace(config, num_splits=splits)
 
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from jkv.options import AttentionOptions
 from jkv.units import PAGE_TOKENS
 from pallas_kernels.bundle.facts import layout_digest
+from pallas_kernels.splits import number_of_splits
 from torch_bridge.description import Description
 from torch_bridge.launch import Library
-from torch_bridge.launched.splits import number_of_splits
 from torch_bridge.launched.visible import first_visible
 from torch_bridge.launcher import Launcher
 from torch_bridge.ready import Ready

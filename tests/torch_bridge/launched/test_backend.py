@@ -7,6 +7,7 @@ import torch
 
 from jkv.options import AttentionOptions
 from jkv.units import PAGE_TOKENS
+from pallas_kernels.splits import number_of_splits
 from tests import caching
 from tests.torch_bridge.bridge import HEADS, raw, side
 from tests.torch_bridge.launched.backends import fake_backend
@@ -14,7 +15,6 @@ from tests.torch_bridge.paged import BLOCK_TOKENS, PER_BLOCK, Filled, filled
 from torch_bridge import reference
 from torch_bridge.launched import backend
 from torch_bridge.launched.backend import LaunchedBackend
-from torch_bridge.launched.splits import number_of_splits
 from torch_bridge.reference import Exact
 
 GPU = torch.cuda.is_available()
