@@ -145,22 +145,9 @@ def _decode_attention(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    exact = (tail_k, tail_v, sink_k, sink_v, None, None)
-    options = (softcap, window, sink_logits, scale)
-    checks.attention(description, calib, q, pool, block_table, (lengths, sealed), exact, options)
-    scheme = description_of(description)
-    out = find(q.device, implementation).paged_attention(
-        scheme,
-        unpack(scheme, calib),
-        q,
-        pool,
-        block_table,
-        lengths,
-        sealed=sealed,
-        exact=checks.exact_of(exact),
-        options=AttentionOptions(*options),
-    )
-    return out.contiguous()
+    exact, options = (tail_k, tail_v, sink_k, sink_v, None, None), (softcap, window, sink_logits, scale)
+    numbers = (lengths, sealed, None, None)
+    return _attend(q, pool, block_table, numbers, exact, calib, description, options, implementation)
 
 
 def _extend_attention(
@@ -185,24 +172,33 @@ def _extend_attention(
     scale: float | None = None,
     implementation: str | None = None,
 ) -> Tensor:
-    exact = (tail_k, tail_v, sink_k, sink_v, fresh_k, fresh_v)
-    options = (softcap, window, sink_logits, scale)
-    checks.attention(description, calib, q, pool, block_table, (lengths, sealed, counts, start), exact, options)
+    exact, options = (tail_k, tail_v, sink_k, sink_v, fresh_k, fresh_v), (softcap, window, sink_logits, scale)
+    numbers = (lengths, sealed, counts, start)
+    return _attend(q, pool, block_table, numbers, exact, calib, description, options, implementation)
+
+
+def _attend(
+    q: Tensor,
+    pool: Tensor,
+    block_table: Tensor,
+    numbers: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+    parts: checks.Parts,
+    calib: list[Tensor],
+    description: str,
+    options: checks.Options,
+    implementation: str | None,
+) -> Tensor:
+    """``numbers`` of a row: tokens, those in pages, and of a chunk how many are valid and after how many of padding."""
+    checks.attention(description, calib, q, pool, block_table, numbers, parts, options)
     scheme = description_of(description)
-    arrays = unpack(scheme, calib)
+    arrays, exact = unpack(scheme, calib), checks.exact_of(parts)
+    if exact.fresh is not None:
+        exact = exact._replace(mean=arrays["k"].get("mean"))
+    lengths, sealed, counts, start = numbers
     out = find(q.device, implementation).paged_attention(
-        scheme,
-        arrays,
-        q,
-        pool,
-        block_table,
-        lengths,
-        sealed=sealed,
-        exact=checks.exact_of(exact)._replace(mean=arrays["k"].get("mean")),
-        counts=counts,
-        start=start,
+        scheme, arrays, q, pool, block_table, lengths, sealed=sealed, exact=exact, counts=counts, start=start,
         options=AttentionOptions(*options),
-    )
+    )  # fmt: skip
     return out.contiguous()
 
 
