@@ -63,11 +63,10 @@ def describe(
     from jkv.calibration import check_scheme, load
     from jkv.registry import parse
     from torch_bridge.vllm.capacity import GIB, capacity, read_sizes
+    from torch_bridge.vllm.sizes import check_windows
 
     sizes, scheme = read_sizes(model), parse(spec)
-    for name in ("sink", "recent"):
-        if getattr(scheme.windows, name):
-            raise JkvError(f"{name}={getattr(scheme.windows, name)} in {spec!r} cannot be served by vLLM; leave it out")
+    check_windows(scheme.windows, spec)
     first = None
     if calib is not None:
         check_scheme(load(calib), scheme)

@@ -18,6 +18,7 @@ from torch_bridge.description import Description
 from torch_bridge.store import Scheme
 from torch_bridge.vllm.describing import layers_of
 from torch_bridge.vllm.settings import Settings
+from torch_bridge.vllm.sizes import check_windows
 
 _NUMBER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 MOST_DRAFTS = PAGE_TOKENS  # speculative tokens that two pages a slot can take back
@@ -45,12 +46,7 @@ def describe(settings: Settings, shape: Shape) -> tuple[Description, ...]:
 
 @functools.cache
 def _served(layer: Description) -> Description:
-    for name in ("sink", "recent"):
-        if getattr(layer.windows, name):
-            raise JkvError(
-                f"{name}={getattr(layer.windows, name)} in {layer.spec!r} cannot be served by vLLM, which has no "
-                f"memory for it beside its pages; leave {name} out"
-            )
+    check_windows(layer.windows, layer.spec)
     if layer.page.nbytes % PAGE_TOKENS:
         raise JkvError(
             f"scheme {layer.spec!r} cannot be served by vLLM, which counts whole bytes a token: its page has "

@@ -1,8 +1,26 @@
-"""How much BF16 memory stands beside an engine's pages. Needs nothing: commands ask before torch is installed."""
+"""How much BF16 memory stands beside an engine's pages, and for what there is none.
+
+Needs nothing: commands ask before torch is installed.
+"""
 
 from __future__ import annotations
 
-from jkv.units import PAGE_TOKENS
+from jkv.errors import JkvError
+from jkv.units import PAGE_TOKENS, Windows
+
+
+def check_windows(windows: Windows, spec: str) -> None:
+    """Refuse windows that an engine has no memory for.
+
+    Raises:
+      JkvError: naming the window.
+    """
+    for name in ("sink", "recent"):
+        if getattr(windows, name):
+            raise JkvError(
+                f"{name}={getattr(windows, name)} in {spec!r} cannot be served by vLLM, which has no memory for it "
+                f"beside its pages; leave {name} out"
+            )
 
 
 def slots_for(rows: int) -> int:
