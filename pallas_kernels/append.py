@@ -20,7 +20,7 @@ from jkv.errors import JkvError
 from pallas_kernels import compat
 from pallas_kernels.encoding import settle
 from pallas_kernels.geometry import iota
-from pallas_kernels.sizes import COUNT, size, sizes_of
+from pallas_kernels.sizes import COUNT, PLACES, size, sizes_of
 
 _MOST_HEADS = 16  # of a tile
 _NUM_WARPS = 4
@@ -47,6 +47,7 @@ def append_tail(
     length: Array,
     mean: Array | None = None,
     active: Array | None = None,
+    place: Array | None = None,
     *,
     interpret: bool | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -55,38 +56,43 @@ def append_tail(
     It goes to slot ``length mod W`` of the ring ``tail[2, B, H, W, D]`` and, where it is one of the first n, to the
     ``sinks[2, B, H, n, D]``; W or n may be 0. Keys lose the ``mean[H, D]``, where there is one. Rows that are not
     ``active: int32[B]`` (all are by default) stay as they are. ``nonfinite: int32[B]`` counts values that are not
-    finite in BF16; they are kept as zero. All three are updated in place where they are donated.
+    finite in BF16; they are kept as zero. All three are updated in place where they are donated. With ``place:
+    int32[B]`` rows say which ring is theirs, of P in ``tail[2, P, H, W, D]``; there are no sinks then.
 
     Raises:
       JkvError: for shapes that do not fit.
     """
     shape = tail.shape if tail.ndim == 5 else (0,) * 5
-    token, row = (shape[1], 1, shape[2], shape[4]), (shape[1],)
+    batch = shape[1] if place is None else len(place)
+    token, row = (batch, 1, shape[2], shape[4]), (batch,)
     fits = k.shape == v.shape == token and sinks.shape == (*shape[:3], *sinks.shape[3:4], shape[4]) and shape[0] == 2
-    if not fits or any(x is not None and x.shape != row for x in (nonfinite, length, active)):
+    fits &= place is None or not sinks.size
+    if not fits or any(x is not None and x.shape != row for x in (nonfinite, length, active, place)):
         raise JkvError(
             f"k {tuple(k.shape)}, v {tuple(v.shape)}, tail {tuple(tail.shape)} and sinks {tuple(sinks.shape)} with "
             f"length {tuple(length.shape)} do not fit; they must be [B, 1, H, D] twice, [2, B, H, W, D], "
             "[2, B, H, n, D] and [B]"
         )
     interpret = jax.default_backend() != "gpu" if interpret is None else interpret
-    return _launch(k, v, tail, sinks, nonfinite, length, mean, active, interpret)
+    return _launch(k, v, tail, sinks, nonfinite, length, mean, active, place, interpret)
 
 
-@functools.partial(jax.jit, static_argnums=8)
+@functools.partial(jax.jit, static_argnums=9)
 def _launch(
     k: Array, v: Array, tail: Array, sinks: Array, nonfinite: Array, length: Array, mean: Array | None,
-    active: Array | None, interpret: bool,
+    active: Array | None, place: Array | None, interpret: bool,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    _, batch, heads, width, dim = tail.shape
-    operands = {"sizes": sizes_of(count=batch), "length": length[None].astype(jnp.int32)}
-    if active is not None:
-        operands["active"] = active[None].astype(jnp.int32)
+    _, rings, heads, width, dim = tail.shape
+    batch = k.shape[0]
+    operands = {"sizes": sizes_of(count=batch, places=rings), "length": length[None].astype(jnp.int32)}
+    for name, x in (("active", active), ("place", place)):
+        if x is not None:
+            operands[name] = x[None].astype(jnp.int32)
     operands |= {"k": k.reshape(batch, -1), "v": v.reshape(batch, -1)}
     if mean is not None:
         operands["mean"] = mean.astype(jnp.float32)
     updated = {"nonfinite": nonfinite[None]}
-    updated |= {name: x.reshape(2 * batch, -1) for name, x in (("tail", tail), ("sinks", sinks)) if x.size}
+    updated |= {name: x.reshape(2 * rings, -1) for name, x in (("tail", tail), ("sinks", sinks)) if x.size}
     static = _Static((*operands, *updated), len(updated), heads, dim, width, sinks.shape[3])
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     out = pl.pallas_call(
@@ -121,7 +127,11 @@ def _kernel(static: _Static, *refs: Any) -> None:
 
 
 def _append(static: _Static, ref: dict[str, Any], kept: dict[str, Any], row: Array) -> None:
-    length, count = compat.load(ref["length"], 0, 0, row, jnp.int32), size(ref["sizes"], COUNT)
+    length = compat.load(ref["length"], 0, 0, row, jnp.int32)
+    # The ring of the row, and how many there are of each side.
+    ring, rings = row, size(ref["sizes"], PLACES if "place" in ref else COUNT)
+    if "place" in ref:
+        ring = compat.load(ref["place"], 0, 0, row, jnp.int32)
     # Where a token goes, by name: the slot, how many there are, and whether it goes there. Lengths may be anything.
     places: dict[str, tuple[Array, int, Any]] = {}
     if static.tail:
@@ -144,6 +154,6 @@ def _append(static: _Static, ref: dict[str, Any], kept: dict[str, Any], row: Arr
             for part, (slot, slots, mine) in places.items():
                 index = (head * slots + slot) * dim + channel
                 value = settled.astype(jnp.bfloat16)
-                compat.store(kept[part], side * count + row, 0, index, value, mask=there & mine)
+                compat.store(kept[part], side * rings + ring, 0, index, value, mask=there & mine)
     before = compat.load(ref["nonfinite"], 0, 0, row, jnp.int32)
     compat.store(kept["nonfinite"], 0, 0, row, before + wrong)

@@ -47,7 +47,7 @@ def check_exact(exact: Any, q: Array, num_kv_heads: int) -> None:
     """
     batch, steps, _, dim = q.shape
     wanted = {
-        "tail": (batch, num_kv_heads, None, dim),
+        "tail": (None if exact.place is not None else batch, num_kv_heads, None, dim),
         "sinks": (batch, num_kv_heads, None, dim),
         "fresh": (batch, steps, num_kv_heads, dim),
     }

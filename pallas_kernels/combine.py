@@ -64,8 +64,10 @@ def combine(
         pair = getattr(exact, name)
         if pair is not None and pair[0].size:
             sizes[name] = pair[0].shape[1 if name == "fresh" else 2]
-            rows_of = batch if name == "fresh" else batch * heads
+            rows_of = batch if name == "fresh" else pair[0].shape[0] * heads
             operands |= {f"{name}_{side}": x.reshape(rows_of, -1) for side, x in zip("kv", pair, strict=True)}
+    if exact.place is not None and "tail" in sizes:
+        operands["place"] = exact.place[None].astype(jnp.int32)
     if exact.mean is not None and "fresh" in sizes:
         operands["mean"] = exact.mean.astype(jnp.float32)
     if options.sink_logits is not None:

@@ -25,13 +25,15 @@ class Exact(NamedTuple):
 
     ``tail`` and ``sinks``: ``(k, v)`` in BF16, ``[B, H, W, D]`` (position p in slot p mod W) and ``[B, H, n, D]``.
     ``fresh``: ``(k, v)`` of any float dtype, ``[B, N, H, D]``, the chunk that the queries belong to. ``mean: [H, D]``
-    is what the other keys have lost and fresh keys have not.
+    is what the other keys have lost and fresh keys have not. With ``place: int32[B]`` rows say which of P rings is theirs,
+    of a tail ``[P, H, W, D]``.
     """
 
     tail: tuple[Array, Array] | None = None
     sinks: tuple[Array, Array] | None = None
     fresh: tuple[Array, Array] | None = None
     mean: Array | None = None
+    place: Array | None = None
 
 
 class Lengths(NamedTuple):
@@ -104,6 +106,10 @@ class Here:
         self.total, self.sealed, self.start, self.counts = (
             compat.load(ref[name], 0, 0, batch, jnp.int32) for name in Lengths._fields
         )
+        # Which pair of row and head the tail is of.
+        self.ring = pair
+        if "place" in ref:
+            self.ring = compat.load(ref["place"], 0, 0, batch, jnp.int32) * static.heads + head
         # The position of each row's query; without a chunk of their own, all queries stand at the last token.
         fresh = static.size("fresh") > 0
         self.position = self.total - self.start + self.step if fresh else jnp.full_like(row, 0) + self.total - 1
@@ -163,7 +169,7 @@ class Here:
         shape = (TOKENS, columns)
         place = (at * static.heads + self.head if name.startswith("fresh") else at)[:, None]
         index = place * static.head_dim + iota(shape, 1) + first
-        row = self.batch if name.startswith("fresh") else self.pair
+        row = {"fresh": self.batch, "tail": self.ring, "sinks": self.pair}[name.split("_")[0]]
         mask = jnp.broadcast_to(held[:, None], shape)
         return compat.load(self.ref[name], row, 0, index, self.ref[name].dtype, mask=mask)
 

@@ -49,29 +49,32 @@ class FlushConfig:
 class _Source:
     """Where token t of row r lies: row ``r`` of bytes, elements ``(start + t) * token + head * per_head``.
 
-    A row has ``tokens`` of them.
+    A row has ``tokens`` of them. ``placed``: an operand says which row of bytes is that of r.
     """
 
     tokens: int
     token: int
     per_head: int
     settled: bool
+    placed: bool = False
 
 
 def _kernel(
-    sizes: Any, page_ref: Any, start_ref: Any, k_ref: Any, v_ref: Any, *refs: Any, scheme: Scheme, layout: Any,
-    pages_per_block: int, prepared: Prepared, source: _Source, num_heads: int, dim: int,
+    sizes: Any, page_ref: Any, start_ref: Any, *refs: Any, scheme: Scheme, layout: Any, pages_per_block: int,
+    prepared: Prepared, source: _Source, num_heads: int, dim: int,
 ) -> None:  # fmt: skip
-    *arrays, _, pool, bad = refs
+    *placed, k_ref, v_ref = refs[: 2 + source.placed]
+    *arrays, _, pool, bad = refs[2 + source.placed :]
     row, head = compat.program_id(0), compat.program_id(1)
     slot, start = (compat.load(ref, 0, 0, row, jnp.int32) for ref in (page_ref, start_ref))
     bad_at = head * size(sizes, COUNT) + row
+    at = compat.load(placed[0], 0, 0, row, jnp.int32) if placed else row
     shape = (PAGE_TOKENS, dim)
     live = is_below(slot, size(sizes, POOL) * pages_per_block) & is_below(start, source.tokens - PAGE_TOKENS + 1)
 
     def load(ref: Any) -> Array:
         index = (start + iota(shape, 0)) * source.token + head * source.per_head + iota(shape, 1)
-        return compat.load(ref, row, 0, index, ref.dtype, evict="evict_first")
+        return compat.load(ref, at, 0, index, ref.dtype, evict="evict_first")
 
     @pl.when(~live)
     def _nothing() -> None:
@@ -102,6 +105,7 @@ def flush(
     pool: Array,
     start: Array,
     page: Array,
+    place: Array | None = None,
     *,
     config: FlushConfig | None = None,
     interpret: bool | None = None,
@@ -110,22 +114,24 @@ def flush(
 
     ``start: int32[B]`` is the ring slot of the page's first token, a multiple of 32 below W; ``page: int32[B]`` is
     ``block * pages_per_block + page in the block``, negative where a row has nothing to write. Inside ``jit``, a page
-    beyond the pool or a start beyond the ring is nothing to write either. ``calib`` and ``pool`` are as for
-    :func:`pallas_kernels.write.write`. Ring entries are settled already; one that is not finite is zero.
+    beyond the pool or a start beyond the ring is nothing to write either. With ``place: int32[B]`` rows say which of P
+    rings is theirs, ``bf16[P, H, W, D]``. ``calib`` and ``pool`` are as for :func:`pallas_kernels.write.write`. Ring
+    entries are settled already; one that is not finite is zero.
 
     Raises:
       JkvError: for shapes that do not fit, or (outside ``jit``) a page or a start out of range.
     """
-    batch, heads, width, dim = tail_k.shape
-    if tail_v.shape != tail_k.shape or start.shape != (batch,) or page.shape != (batch,) or width % PAGE_TOKENS:
+    rings, heads, width, dim = tail_k.shape
+    rows = (rings,) if place is None else place.shape
+    if tail_v.shape != tail_k.shape or start.shape != rows or page.shape != rows or width % PAGE_TOKENS:
         raise JkvError(
             f"tail_k {tuple(tail_k.shape)}, tail_v {tuple(tail_v.shape)}, start {tuple(start.shape)} and page "
             f"{tuple(page.shape)} do not fit; they must be [B, H, W, D] twice, W a multiple of 32, and [B] twice"
         )
     check_range("start", start, width - PAGE_TOKENS + 1)
-    source = _Source(tokens=width, token=dim, per_head=width * dim, settled=True)
-    rows = (tail_k.reshape(batch, -1), tail_v.reshape(batch, -1))
-    return _run(scheme, calib, *rows, pool, start, page, source, heads, dim, config, interpret)[0]
+    source = _Source(tokens=width, token=dim, per_head=width * dim, settled=True, placed=place is not None)
+    found = (tail_k.reshape(rings, -1), tail_v.reshape(rings, -1))
+    return _run(scheme, calib, *found, pool, start, page, place, source, heads, dim, config, interpret)[0]
 
 
 def write_pages(
@@ -154,27 +160,28 @@ def write_pages(
     count, _, heads, dim = k.shape
     source = _Source(tokens=PAGE_TOKENS, token=heads * dim, per_head=dim, settled=False)
     rows = (k.reshape(count, -1), v.reshape(count, -1))
-    return _run(scheme, calib, *rows, pool, jnp.zeros_like(page), page, source, heads, dim, config, interpret)
+    return _run(scheme, calib, *rows, pool, jnp.zeros_like(page), page, None, source, heads, dim, config, interpret)
 
 
 def _run(
-    scheme: Scheme, calib: Any, k: Array, v: Array, pool: Array, start: Array, page: Array, source: _Source,
-    heads: int, dim: int, config: FlushConfig | None, interpret: bool | None,
+    scheme: Scheme, calib: Any, k: Array, v: Array, pool: Array, start: Array, page: Array, place: Array | None,
+    source: _Source, heads: int, dim: int, config: FlushConfig | None, interpret: bool | None,
 ) -> tuple[Array, Array]:  # fmt: skip
     layout, pages_per_block = check_pool(scheme, dim, pool, heads)
     check_range("page", page, pool.shape[0] * pages_per_block)
     prepared = calib if isinstance(calib, Prepared) else prepare(scheme, calib)
     interpret = jax.default_backend() != "gpu" if interpret is None else interpret
     return _launch(
-        prepared, k, v, pool, start, page, scheme, layout, pages_per_block, source, heads, dim,
+        prepared, k, v, pool, start, page, place, scheme, layout, pages_per_block, source, heads, dim,
         config or FlushConfig(), interpret,
     )  # fmt: skip
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7, 8, 9, 10, 11, 12, 13))
+@functools.partial(jax.jit, static_argnums=(7, 8, 9, 10, 11, 12, 13, 14))
 def _launch(
-    prepared: Prepared, k: Array, v: Array, pool: Array, start: Array, page: Array, scheme: Scheme, layout: Any,
-    pages_per_block: int, source: _Source, heads: int, dim: int, config: FlushConfig, interpret: bool,
+    prepared: Prepared, k: Array, v: Array, pool: Array, start: Array, page: Array, place: Array | None,
+    scheme: Scheme, layout: Any, pages_per_block: int, source: _Source, heads: int, dim: int, config: FlushConfig,
+    interpret: bool,
 ) -> tuple[Array, Array]:  # fmt: skip
     arrays = operands(prepared)
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), prepared)
@@ -183,15 +190,13 @@ def _launch(
         num_heads=heads, dim=dim,
     )  # fmt: skip
     count = page.shape[0]
+    numbers = [x[None].astype(jnp.int32) for x in (page, start, place) if x is not None]
     out = pl.pallas_call(
         kernel,
         grid=(count, heads),
-        **specs(arrays, pool, heads, count, operands=5),
+        **specs(arrays, pool, heads, count, operands=3 + len(numbers)),
         compiler_params=compat.compiler_params(config.num_warps, 1),
         interpret=interpret,
         name="jkv_flush",
-    )(
-        sizes_of(count=count, pool=pool.shape[0]), *(x[None].astype(jnp.int32) for x in (page, start)), k, v, *arrays,
-        pool,
-    )  # fmt: skip
+    )(sizes_of(count=count, pool=pool.shape[0]), *numbers, k, v, *arrays, pool)
     return out[0], out[1].reshape(heads, count)

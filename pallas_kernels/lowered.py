@@ -9,6 +9,7 @@ BLOCKS = 0  # entries of a row of the block table
 SPLITS = 1  # programs that share a row's tokens
 COUNT = 2  # tokens that a write kernel is given, or pages
 POOL = 3  # blocks of the pool
+PLACES = 4  # rings of BF16 tokens, where rows say which is theirs
 LENGTH = 8
 
 

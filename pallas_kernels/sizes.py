@@ -17,16 +17,17 @@ from pallas_kernels import compat
 from pallas_kernels.lowered import BLOCKS as BLOCKS
 from pallas_kernels.lowered import COUNT as COUNT
 from pallas_kernels.lowered import LENGTH
+from pallas_kernels.lowered import PLACES as PLACES
 from pallas_kernels.lowered import POOL as POOL
 from pallas_kernels.lowered import SPLITS as SPLITS
 
 Array = jax.Array
 
 
-def sizes_of(*, blocks: int = 0, splits: int = 0, count: int = 0, pool: int = 0) -> Array:
+def sizes_of(*, blocks: int = 0, splits: int = 0, count: int = 0, pool: int = 0, places: int = 0) -> Array:
     """The operand."""
     found = np.zeros((1, LENGTH), np.int32)
-    found[0, [BLOCKS, SPLITS, COUNT, POOL]] = blocks, splits, count, pool
+    found[0, [BLOCKS, SPLITS, COUNT, POOL, PLACES]] = blocks, splits, count, pool, places
     return jnp.asarray(found)
 
 

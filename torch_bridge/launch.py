@@ -27,14 +27,14 @@ from jkv.errors import JkvError
 from pallas_kernels import build
 from pallas_kernels.bundle.facts import OPS, Facts, codec_spec
 from pallas_kernels.bundle.format import Kernel, Variant
-from pallas_kernels.lowered import BLOCKS, COUNT, LENGTH, POOL, SPLITS, Lowered
+from pallas_kernels.lowered import BLOCKS, COUNT, LENGTH, PLACES, POOL, SPLITS, Lowered
 from torch_bridge.binaries import Binary, binary_of
 from torch_bridge.driver import Driver, target_of
 from torch_bridge.driver import driver as installed_driver
 from torch_bridge.function import Function
 from torch_bridge.launcher import Launcher
 
-_PLACES = {"width": BLOCKS, "splits": SPLITS, "pages": COUNT, "tokens": COUNT, "blocks": POOL}
+_PLACES = {"width": BLOCKS, "splits": SPLITS, "pages": COUNT, "tokens": COUNT, "blocks": POOL, "places": PLACES}
 
 
 class KernelSource(Protocol):
@@ -114,7 +114,7 @@ class Library:
 
     def sizes(self, sizes: Mapping[str, int]) -> Tensor:
         """The operand ``sizes``: ``width`` (entries of a row of the block table), ``splits``, ``tokens`` or ``pages``,
-        and ``blocks`` of the pool, beyond which no kernel reads or writes.
+        ``blocks`` of the pool, beyond which no kernel reads or writes, and ``places``, rings that rows choose from.
 
         Equal sizes share one tensor, which is to be made before a CUDA graph is captured.
         """

@@ -116,9 +116,14 @@ def combine(facts: Attention, target: str) -> list[Part]:
     rows = facts.gqa * facts.steps
     arrays = calib_of(scheme, facts) | {"q": _q(facts)}
     arrays |= {name: array("int32", batch) for name in Lengths._fields}
-    for name, tokens in (("tail", facts.tail), ("sinks", facts.sinks)):
+    for name, tokens, rings in (
+        ("tail", facts.tail, PRIMES["places"] if facts.placed else batch),
+        ("sinks", facts.sinks, batch),
+    ):
         if tokens:
-            arrays |= {f"{name}_{side}": array("bfloat16", batch, heads, tokens, dim) for side in "kv"}
+            arrays |= {f"{name}_{side}": array("bfloat16", rings, heads, tokens, dim) for side in "kv"}
+    if facts.placed:
+        arrays["place"] = array("int32", batch)
     if facts.fresh:
         arrays |= {f"fresh_{side}": array(facts.dtype, batch, facts.steps, heads, dim) for side in "kv"}
     if facts.sink_logits:
@@ -129,7 +134,7 @@ def combine(facts: Attention, target: str) -> list[Part]:
             return (named[f"{name}_k"], named[f"{name}_v"]) if f"{name}_k" in named else None
 
         calib = sides_of(named)
-        exact = Exact(pair("tail"), pair("sinks"), pair("fresh"), calib["k"].get("mean"))
+        exact = Exact(pair("tail"), pair("sinks"), pair("fresh"), calib["k"].get("mean"), named.get("place"))
         partial = (named["o"], named["m"], named["l"])
         place = Lengths(*(named[name] for name in Lengths._fields))
         options = _options(facts, named)

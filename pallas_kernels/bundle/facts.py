@@ -17,7 +17,8 @@ class Attention:
     """``spec`` has no windows (:func:`codec_spec`). ``tail`` is slots of the BF16 ring, ``sinks`` first BF16 tokens.
 
     ``steps`` query tokens a sequence; ``fresh`` says that they come with keys and values of their own. ``dtype`` is
-    that of queries, fresh keys and outputs. The other fields are of :class:`pallas_kernels.options.AttentionOptions`.
+    that of queries, fresh keys and outputs. ``placed`` says that rows name the ring that is theirs. The other fields are of
+    :class:`pallas_kernels.options.AttentionOptions`.
     """
 
     spec: str
@@ -34,12 +35,13 @@ class Attention:
     window: int | None = None
     scale: float | None = None
     sink_logits: bool = False
+    placed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Writing:
     """``tail`` is the slots of the ring that ``flush`` reads, ``dtype`` that of keys and values, ``queries`` how many
-    calibration queries a head has, where a scheme measures candidates by them."""
+    calibration queries a head has, where a scheme measures candidates by them; ``placed`` as for attention."""
 
     spec: str
     head_dim: int
@@ -48,18 +50,20 @@ class Writing:
     tail: int = PAGE_TOKENS
     dtype: str = "bfloat16"
     queries: int = 512
+    placed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class Appending:
     """A token a row on its way to pages, whatever their scheme: ``tail`` slots of the ring, ``sinks`` first tokens;
-    ``dtype`` is that of keys and values."""
+    ``dtype`` is that of keys and values; ``placed`` as for attention."""
 
     head_dim: int
     num_kv_heads: int
     tail: int = PAGE_TOKENS
     sinks: int = 0
     dtype: str = "bfloat16"
+    placed: bool = False
 
 
 Facts = Attention | Writing | Appending

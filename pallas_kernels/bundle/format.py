@@ -17,7 +17,7 @@ VERSION = 1
 MANIFEST = "manifest.json"
 TABLES = "tables.npz"
 ALIGNMENT = 32  # bytes: what Pallas promises Triton of every operand
-SIZES = ("batch", "splits", "tokens", "pages", "width", "blocks")  # what an extent may depend on
+SIZES = ("batch", "splits", "tokens", "pages", "width", "blocks", "places")  # what an extent may depend on
 Role = Literal["in", "out", "inout", "table"]
 
 

@@ -68,12 +68,13 @@ def write_pages(facts: Writing, target: str) -> list[Part]:
 
 def flush(facts: Writing, target: str) -> list[Part]:
     scheme, count = scheme_of(facts), PRIMES["pages"]
-    ring = array("bfloat16", count, facts.num_kv_heads, facts.tail, facts.head_dim)
+    rings = PRIMES["places"] if facts.placed else count
+    ring = array("bfloat16", rings, facts.num_kv_heads, facts.tail, facts.head_dim)
     arrays = _operands(scheme, facts) | {"tail_k": ring, "tail_v": ring, "pool": pool_of(scheme, facts)}
-    arrays |= {"start": array("int32", count), "page": array("int32", count)}
+    arrays |= {name: array("int32", count) for name in ("start", "page", *(["place"] if facts.placed else []))}
 
     def function(named: Named) -> Named:
-        operands = (named[name] for name in ("tail_k", "tail_v", "pool", "start", "page"))
+        operands = (named.get(name) for name in ("tail_k", "tail_v", "pool", "start", "page", "place"))
         return {"pool": flush_kernel.flush(scheme, _prepared_calib(named), *operands, interpret=False)}
 
     return [Part(function, arrays, dropped=("bad",))]
@@ -85,13 +86,16 @@ def append(facts: Appending) -> list[Part]:
     x, row = array(facts.dtype, batch, 1, heads, dim), array("int32", batch)
     arrays = {"k": x, "v": x, "mean": array("float32", heads, dim), "length": row, "active": row, "nonfinite": row}
     kept = {"tail": facts.tail, "sinks": facts.sinks}
-    arrays |= {name: array("bfloat16", 2, batch, heads, count, dim) for name, count in kept.items() if count}
+    rings = batch
+    if facts.placed:
+        arrays["place"], rings = row, PRIMES["places"]
+    arrays |= {name: array("bfloat16", 2, rings, heads, count, dim) for name, count in kept.items() if count}
 
     def function(named: Named) -> Named:
         tail, sinks = (
-            named[name] if count else jnp.zeros((2, batch, heads, 0, dim), jnp.bfloat16) for name, count in kept.items()
+            named[name] if count else jnp.zeros((2, rings, heads, 0, dim), jnp.bfloat16) for name, count in kept.items()
         )
-        operands = (named[name] for name in ("nonfinite", "length", "mean", "active"))
+        operands = (named.get(name) for name in ("nonfinite", "length", "mean", "active", "place"))
         made = append_kernel.append_tail(named["k"], named["v"], tail, sinks, *operands, interpret=False)
         return {name: a for name, a in zip(("tail", "sinks", "nonfinite"), made, strict=True) if name in named}
 

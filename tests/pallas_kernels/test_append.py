@@ -105,3 +105,17 @@ def test_shapes_that_do_not_fit_are_refused():
     ):
         with pytest.raises(JkvError, match=r"do not fit; they must be \[B, 1, H, D\] twice, \[2, B, H, W, D\], "):
             append_tail(*operands)
+
+
+@pytest.mark.parametrize("heads", [3, 20])
+def test_rows_may_say_which_ring_is_theirs(heads: int):
+    """What goes to a row's ring is what goes to its own one, and other rings stay as they are."""
+    rng = np.random.default_rng(2)
+    k, v = (random(rng, 4, 1, heads, 64) for _ in range(2))
+    rings, none = random(rng, 2, 9, heads, 32, 64), jnp.zeros((2, 9, heads, 0, 64), jnp.bfloat16)
+    mean = jnp.asarray(rng.standard_normal((heads, 64)), jnp.float32)
+    length, active, place = (jnp.asarray(x, jnp.int32) for x in ([0, 33, 31, 5], [1, 1, 1, 0], [8, 2, 0, 4]))
+    count = jnp.asarray([3, 0, 1, 2], jnp.int32)
+    got = run(k, v, rings, none, count, length, mean, active, place)
+    own = run(k, v, rings[:, place], none[:, place], count, length, mean, active)
+    assert_same(got, (rings.at[:, place].set(own[0]), none, own[2]))

@@ -105,6 +105,15 @@ def test_arguments_and_grids():
     elements = {argument.name: argument.elements for argument in combine.arguments}
     assert elements["o"] == Extent(2 * 4 * 64, ("batch", "splits")) and elements["total"] == Extent(1, ("batch",))
     assert elements["tail_k"].of({"batch": 3}) == 3 * 2 * 32 * 64
+    placed = make("combine", Attention("bf16", 64, 2, 4, placed=True), "sm_90").kernel
+    elements = {argument.name: argument.elements for argument in placed.arguments}
+    assert elements["tail_k"].of({"places": 5}) == 5 * 2 * 32 * 64 and elements["place"] == Extent(1, ("batch",))
+    append = make("append", Appending(64, 2, placed=True), "sm_90").kernel
+    elements = {argument.name: argument.elements for argument in append.arguments}
+    assert elements["tail"].of({"places": 5}) == 2 * 5 * 2 * 32 * 64 and elements["place"] == Extent(1, ("tokens",))
+    flush = make("flush", Writing("kivi:bits=2", 64, 2, placed=True), "sm_90").kernel
+    elements = {argument.name: argument.elements for argument in flush.arguments}
+    assert elements["tail_v"].of({"places": 5}) == 5 * 2 * 32 * 64 and elements["place"] == Extent(1, ("pages",))
 
 
 def test_facts():

@@ -48,6 +48,24 @@ def test_merging_is_a_weighted_mean(splits, group, seed, data):
     assert exact.error(got, want.reshape(got.shape)) < 1e-6
 
 
+def test_rows_may_say_which_ring_is_theirs():
+    rng = np.random.default_rng(0)
+
+    def some(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    scheme, calib, q, tail = parse("bf16"), {"k": {}, "v": {}}, some(2, 1, 8, 64), (some(5, 2, 32, 64), some(5, 2, 32, 64))
+    partial = (jnp.zeros((2, 2, 1, 4, 64)), jnp.full((2, 2, 1, 4), -1e30), jnp.zeros((2, 2, 1, 4)))
+    lengths = Lengths(*(jnp.asarray(x, jnp.int32) for x in ([40, 20], [32, 0], [0, 0], [1, 1])))
+    place = jnp.asarray([4, 1], jnp.int32)
+    got, want = (
+        combine(scheme, calib, q, partial, exact, lengths, options=AttentionOptions(), interpret=INTERPRET)
+        for exact in (Exact(tail, place=place), Exact((tail[0][place], tail[1][place])))
+    )
+    assert np.asarray(want, np.float32).any()
+    np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
 @pytest.mark.parametrize("dim", [64, 96])
 def test_values_are_turned_back(dim):
     scheme = parse("rtn:bits=4,rotation=head")

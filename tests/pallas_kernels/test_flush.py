@@ -73,6 +73,15 @@ def test_a_page_that_left_the_ring(spec):
     np.testing.assert_array_equal(pool, stored(centred, *(x.swapaxes(1, 2) for x in settled), PAGE)[0])
 
 
+def test_rows_may_say_which_ring_is_theirs():
+    at, (k, v) = setting("kivi:bits=2"), prompt()
+    own = [x.astype(jnp.bfloat16).swapaxes(1, 2) for x in (k, v)]
+    place, start, page = jnp.asarray([6, 0, 3], jnp.int32), jnp.zeros(3, jnp.int32), jnp.asarray(PAGE)
+    rings = [jnp.full((7, *x.shape[1:]), jnp.nan, x.dtype).at[place].set(x) for x in own]
+    got = flush(at.scheme, at.calib, *rings, at.pool, start, page, place)
+    np.testing.assert_array_equal(got, flush(at.scheme, at.calib, *own, at.pool, start, page))
+
+
 def zero_mean(calib: dict) -> dict:
     """Keys in a ring have lost their mean already."""
     return {"mean": jnp.zeros_like(calib["mean"])} if "mean" in calib else {}
