@@ -81,6 +81,7 @@ class Library:
         self._source, self._cache = source, cache
         self._kernels: dict[tuple[str, Facts], Launcher] = {}
         self._sizes: dict[tuple[int, ...], Tensor] = {}
+        self._rows: dict[tuple[int, int], Tensor] = {}
         self._lock = threading.Lock()
 
     def kernel(self, op: str, *, layout: str | None = None, **facts: Any) -> Launcher:
@@ -125,6 +126,14 @@ class Library:
         found = self._sizes.get(key)
         if found is None:
             found = self._sizes[key] = torch.tensor([values], dtype=torch.int32, device=self.device)
+        return found
+
+    def rows_of(self, value: int, count: int) -> Tensor:
+        """``int32[count]`` of one value, shared by those who ask; to be made before a CUDA graph is captured, too."""
+        found = self._rows.get((value, count))
+        if found is None:
+            found = torch.full((count,), value, dtype=torch.int32, device=self.device)
+            self._rows[value, count] = found
         return found
 
     def is_current(self) -> bool:

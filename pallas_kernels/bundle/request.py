@@ -111,12 +111,19 @@ def _settings(request: Request) -> Iterator[tuple[str, Facts]]:
                 if windows.tail_tokens or windows.sink:
                     kept = (windows.tail_tokens, windows.sink)
                     yield "append", Appending(head_dim, heads, *kept, request.dtype)
+                # What an engine needs that has its own rows.
+                placed = bool(windows.tail_tokens) and not windows.sink
+                if placed:
+                    yield "flush", dataclasses.replace(writing, placed=True)
+                    yield "append", Appending(head_dim, heads, *kept, request.dtype, placed=True)
                 for gqa in request.gqas:
                     for steps in request.steps:
                         facts = Attention(
                             codecs, head_dim, heads, gqa, sinks=windows.sink, steps=steps, fresh=steps > 1, **common
                         )
                         yield from ((op, facts) for op in ("prepare", "split", "combine"))
+                        if placed and steps == 1:
+                            yield "combine", dataclasses.replace(facts, placed=True)
 
 
 def _writes(granularity: str, tail: int) -> tuple[str, ...]:

@@ -128,7 +128,9 @@ def test_facts():
     assert jobs["split"] == Attention("rtn:bits=4", 64, 8, 1, tail=0, sinks=4)
     jobs_by_default = jobs_of(Request(targets=("sm_90",)))
     assert {job.facts.spec for job in jobs_by_default if job.op != "append"} == set(DEFAULT_SPECS)
-    assert [job.facts for job in jobs_by_default if job.op == "append"] == [Appending(d, 8) for d in (64, 128, 256)]
+    assert [job.facts for job in jobs_by_default if job.op == "append"] == [
+        Appending(d, 8, placed=placed) for d in (64, 128, 256) for placed in (False, True)
+    ]
 
 
 @pytest.mark.parametrize(

@@ -40,16 +40,17 @@ class Shape:
     tail: int
     sinks: int
     fresh: bool
+    places: int = 0  # rings that rows choose from; 0 where each has its own
 
     @classmethod
-    def of(cls, q: Tensor, pool: Tensor, block_table: Tensor, exact: Exact) -> Shape:
+    def of(cls, q: Tensor, pool: Tensor, block_table: Tensor, exact: Exact, places: int = 0) -> Shape:
         def tokens(pair: Any) -> int:
             return 0 if pair is None else pair[0].shape[2]
 
         batch, steps, q_heads, _ = q.shape
         return cls(
             batch, steps, q_heads, q.dtype, pool.shape[1], pool.shape[2], pool.shape[0], block_table.shape[1],
-            tokens(exact.tail), tokens(exact.sinks), exact.fresh is not None,
+            tokens(exact.tail), tokens(exact.sinks), exact.fresh is not None, places,
         )  # fmt: skip
 
 
@@ -82,18 +83,18 @@ class Attention:
             "scale": options.scale,
             "sink_logits": options.sink_logits is not None,
         }
-        kernels = {op: library.kernel(op, layout=layout_digest(description.page), **facts) for op in _STEPS}
+        layout = layout_digest(description.page)
+        kernels = {op: library.kernel(op, layout=layout, **facts) for op in _STEPS[:-1]}
+        kernels["combine"] = library.kernel("combine", layout=layout, **facts, placed=shape.places > 0)
         max_tokens = shape.width * int(str(facts["block_tokens"]))
         num_warps = kernels["split"].kernel.variants[0].num_warps
         splits = number_of_splits(shape.batch * shape.heads, max_tokens, multiprocessors, num_warps)
         self.sizes = {"batch": shape.batch, "splits": splits, "width": shape.width, "blocks": shape.blocks}
+        if shape.places:
+            self.sizes["places"] = shape.places
         self._shape, self._window = shape, options.window
-        none = torch.zeros(shape.batch, dtype=torch.int32, device=library.device)
-        self._fixed = {
-            "start": none,
-            "counts": torch.full_like(none, shape.steps),
-            "first": torch.full_like(none, shape.sinks),
-        }
+        values = {"start": 0, "counts": shape.steps, "first": shape.sinks}
+        self._fixed = {name: library.rows_of(value, shape.batch) for name, value in values.items()}
         bound = {**calib, "sizes": library.sizes(self.sizes)}
         if options.sink_logits is not None:
             bound["sink_logits"] = options.sink_logits

@@ -106,6 +106,19 @@ class LaunchedBackend:
         found: tuple[Launcher, Tensor] = self._made(where, mean, make)
         return found
 
+    def placer(self, dtype: torch.dtype, rings: Tensor, mean: Tensor | None) -> Launcher:
+        """The launch that keeps a token a row in the ring of ``rings: bfloat16[2, P, H, W, D]`` that the row names."""
+        _, _, heads, width, dim = rings.shape
+
+        def make() -> Launcher:
+            facts: dict[str, Any] = {"head_dim": dim, "num_kv_heads": heads, "tail": width, "placed": True}
+            kernel = self._library.kernel("append", dtype=str(dtype).removeprefix("torch."), **facts)
+            lost = torch.zeros(heads, dim, device=rings.device) if mean is None else _aligned(mean.to(torch.float32))
+            return kernel.bind({"tail": rings, "mean": lost})
+
+        found: Launcher = self._made(("placed", rings.data_ptr(), rings.shape, dtype), (rings, mean), make)
+        return found
+
     def paged_attention(
         self, description: Description, calib: Calibs, q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *,
         sealed: Tensor | None = None, exact: Exact | None = None, counts: Tensor | None = None,
@@ -147,8 +160,10 @@ class LaunchedBackend:
         pool: Tensor,
         dtype: torch.dtype,
         tail: int | None = None,
+        placed: bool = False,
     ) -> Launcher:
-        """The launch of a kernel that writes into a pool, made once a layer; ``tail`` is the width of rings."""
+        """The launch of a kernel that writes into a pool, made once a layer; ``tail`` is the width of rings, ``placed``
+        whether rows name theirs."""
         tail = description.windows.tail_tokens if tail is None else tail
 
         def make() -> Launcher:
@@ -159,6 +174,7 @@ class LaunchedBackend:
                 "block_tokens": pool.shape[2] // description.page.nbytes * PAGE_TOKENS,
                 "tail": tail,
                 "dtype": str(dtype).removeprefix("torch."),
+                "placed": placed,
             }
             if "queries" in calib["k"]:
                 facts["queries"] = calib["k"]["queries"].shape[1]
@@ -166,7 +182,7 @@ class LaunchedBackend:
             arrays = write_arrays(description, calib)
             return kernel.bind({name: _aligned(a) for name, a in arrays.items() if name in kernel.names})
 
-        return self._plan((op, pool.shape[1:], dtype, tail), description, (calib,), make)
+        return self._plan((op, pool.shape[1:], dtype, tail, placed), description, (calib,), make)
 
     def steps(self, cache: PagedCache) -> Steps:
         """Decoding steps of a cache, for which most is known before they come."""
@@ -175,6 +191,10 @@ class LaunchedBackend:
     def sizes(self, sizes: Mapping[str, int]) -> Tensor:
         """What tells kernels of sizes."""
         return self._library.sizes(sizes)
+
+    def rows_of(self, value: int, count: int) -> Tensor:
+        """``int32[count]`` of one value, which nobody writes to."""
+        return self._library.rows_of(value, count)
 
     def _write(
         self, op: str, description: Description, calib: Calibs, given: dict[str, Tensor], sizes: dict[str, int],

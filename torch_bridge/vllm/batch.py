@@ -35,7 +35,8 @@ class Batch:
 
 class Singles(NamedTuple):
     """Rows of one token, ``[R]`` each: tokens with this one, those in pages, where the token goes in BF16 (place and
-    offset), the page of the cache that it fills (-1: none), and whether the row is one."""
+    offset), the page of the cache that it fills (-1: none), whether the row is one (``active`` is the same as a number),
+    and where the token goes in the cache (-1: nowhere). Numbers are int32."""
 
     block_table: Tensor
     total: Tensor
@@ -44,6 +45,8 @@ class Singles(NamedTuple):
     offset: Tensor
     page: Tensor
     live: Tensor
+    active: Tensor
+    slot: Tensor
 
 
 class Chunk(NamedTuple):
@@ -102,3 +105,8 @@ class Step:
     prompts: tuple[Prompt, ...]
     pages: Pages | None
     rest: Rest | None
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all rows have one token."""
+        return self.singles is not None and self.tokens == len(self.singles.total)

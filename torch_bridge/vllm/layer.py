@@ -17,6 +17,9 @@ from torch import Tensor
 from jkv.errors import JkvError
 from jkv.options import AttentionOptions
 from torch_bridge import ops
+from torch_bridge.backends import find
+from torch_bridge.launched.backend import LaunchedBackend
+from torch_bridge.launched.rows import RowLaunches
 from torch_bridge.reference import ring
 from torch_bridge.store import Scheme
 from torch_bridge.vllm.batch import Chunk, Pages, Prompt, Rest, Singles, Step
@@ -39,9 +42,18 @@ class ServedLayer:
     ):
         self.scheme, self.waiting = scheme, waiting
         self.options, self.implementation = options or AttentionOptions(), implementation
-        self.nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
+        self._nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
+        backend = find(self._nonfinite.device, implementation)
+        self._rows: RowLaunches | None = None  # what rows of one token need, where kernels are launched
+        if isinstance(backend, LaunchedBackend):
+            self._rows = RowLaunches(backend, scheme, self.options, waiting)
         self.writes = self.reads = 0
         self._gathered: Pair | None = None  # BF16 pages of rows of one token, from write to attend
+
+    @property
+    def nonfinite(self) -> Tensor:
+        """How many values were not finite, ``[1]``."""
+        return self._nonfinite if self._rows is None else self._nonfinite + self._rows.nonfinite()
 
     def write(self, k: Tensor, v: Tensor, pool: Tensor, step: Step) -> None:
         """Write a step's tokens ``k, v: [tokens or more, H, D]``.
@@ -51,11 +63,13 @@ class ServedLayer:
         """
         self.writes += 1
         k, v = k[: step.tokens], v[: step.tokens]
+        if self._rows is not None and step.is_decoding and self._rows.write(k, v, pool, step.singles):
+            return
         if self.waiting is None:
             bad = ops.write_kv(
                 self.scheme.text, self.scheme.arrays, k, v, pool, step.slot_mapping, implementation=self.implementation
             )
-            self.nonfinite += bad.sum(dtype=torch.int32)
+            self._nonfinite += bad.sum(dtype=torch.int32)
             if pool.device.type == "cpu" and bool(bad.any()):
                 raise JkvError("k or v holds a value that is not finite")
             return
@@ -73,7 +87,8 @@ class ServedLayer:
         self.reads += 1
         if step.singles is not None:
             count = len(step.singles.total)
-            out[:count] = self._attend_singles(q[:count], pool, step.singles, self._gathered)
+            if self._rows is None or not self._rows.attend(q[:count], pool, step.singles, out[:count]):
+                out[:count] = self._attend_singles(q[:count], pool, step.singles, self._gathered)
             self._gathered = None
         for chunk in step.chunks:
             made = self._attend_chunk(q, k, v, pool, chunk).flatten(0, 1)
@@ -85,6 +100,8 @@ class ServedLayer:
             self._keep_rest(k, v, step.rest, step)
 
     def _attend_singles(self, q: Tensor, pool: Tensor, rows: Singles, tail: Pair | None) -> Tensor:
+        if self.waiting is not None and tail is None:  # written by launches
+            tail = self._tail(rows.place)
         made = ops.decode_attention(
             self.scheme.text, self.scheme.arrays, q[:, None], pool, rows.block_table, rows.total, sealed=rows.sealed,
             tail=tail, options=self.options, implementation=self.implementation,
@@ -115,7 +132,7 @@ class ServedLayer:
     def _settle(self, k: Tensor, v: Tensor, step: Step) -> Tensor:
         """Tokens as BF16 without the mean key, ``[2, H, tokens, D]``."""
         settled, bad = ring.settle(k[None], v[None], self.scheme.mean, step.live[None])
-        self.nonfinite += bad
+        self._nonfinite += bad
         return settled[:, 0]
 
     def _wait(self, settled: Tensor, place: Tensor, offset: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 Everything that values decide is computed on the device; what the host knows exactly, how many tokens each row has now,
 decides shapes. Rows of one token come first, as the engine orders them; where a batch has no others, all its rows are
-such rows, padding too. Block 0 belongs to nobody, so a row whose tokens lie there is padding.
+such rows, padding too. Block 0 belongs to nobody, and slot -1 is none: a row whose last token lies there is padding.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def plan(batch: Batch, slots: Slots | None, idle: bool = False) -> Step:
     here, last = begin // PAGE_TOKENS, (total - 1) // PAGE_TOKENS
     backwards = [last - back for back in range(1 if slots is None else slots.depth)]
     entry = entries(batch.block_table, torch.stack([here - 1, here, *backwards], dim=1), batch.block_tokens)
-    live = (total > 0) & (entry[:, 2] >= 0)
+    slot = batch.slot_mapping[:single] if alone else batch.slot_mapping[_last(batch.counts, total)]
+    live = (total > 0) & (entry[:, 2] >= 0) & (slot >= 0)
     if idle:
         live = torch.zeros_like(live)
     place, sealed = torch.zeros_like(total), begin
@@ -47,10 +48,12 @@ def plan(batch: Batch, slots: Slots | None, idle: bool = False) -> Step:
         values = (
             batch.lengths,
             (total if slots is None else sealed).to(torch.int32),
-            rows.place_of(begin),
-            begin % PAGE_TOKENS,
+            rows.place_of(begin).to(torch.int32),
+            (begin % PAGE_TOKENS).to(torch.int32),
             torch.where(full, entry[:, 2], -1).to(torch.int32),
             live,
+            live.to(torch.int32),
+            torch.where(live, slot, -1).to(torch.int32),
         )
         singles = Singles(batch.block_table[:single], *(x[:single] for x in values))
     tokens = single if alone else sum(batch.counts)
@@ -71,6 +74,11 @@ def leading_singles(counts: Sequence[int]) -> int:
     if max(counts, default=0) <= 1:
         return len(counts)
     return sum(1 for _ in itertools.takewhile(lambda count: count == 1, counts))
+
+
+def _last(counts: Sequence[int], beside: Tensor) -> Tensor:
+    """Which token of the step is the last one of every row; of rows without any, the one before."""
+    return on_device([max(end - 1, 0) for end in itertools.accumulate(counts)], beside)
 
 
 def on_device(numbers: Sequence[int], beside: Tensor) -> Tensor:

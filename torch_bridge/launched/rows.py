@@ -1,0 +1,168 @@
+"""Decoding steps over memory that an engine owns, everything bound that no step changes: five launches a layer.
+
+:class:`torch_bridge.launched.steps.Steps` is the same for a cache of our own, where a row's BF16 ring is that of its
+number. Here rows come in any order and number, and each says which ring is its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from jkv.options import AttentionOptions
+from pallas_kernels.bundle.format import ALIGNMENT
+from torch_bridge.launched.attention import Bound, Shape
+from torch_bridge.launched.backend import LaunchedBackend
+from torch_bridge.launched.steps import Placed, _bound, _places, _queue
+from torch_bridge.reference.place import Exact
+from torch_bridge.store import Scheme
+
+_LEAST_ROWS = 1024  # that counts are taken for
+
+
+class Singles(Protocol):
+    """Rows of one token, ``int32[R]`` each (:class:`torch_bridge.vllm.batch.Singles`)."""
+
+    block_table: Tensor
+    total: Tensor
+    sealed: Tensor
+    place: Tensor
+    offset: Tensor
+    page: Tensor
+    active: Tensor
+    slot: Tensor
+
+
+class _Write(NamedTuple):
+    k: int
+    v: int
+    active: int
+    length: int
+    place: int
+    page: int
+    slots: int
+
+
+class _Attend(NamedTuple):
+    q: int
+    out: int
+    total: int
+    sealed: int
+    stored: int
+    place: int
+    block_table: int
+
+
+class RowLaunches:
+    """One layer's launches. ``waiting: bfloat16[2, P, H, 32, D]`` are the rings; without, tokens are quantized at once.
+
+    What they return False for, as sliding windows, is for the ops to do. Safe in a CUDA graph, if the same number of
+    rows has been seen before. One thread at a time.
+    """
+
+    def __init__(self, backend: LaunchedBackend, scheme: Scheme, options: AttentionOptions, waiting: Tensor | None):
+        self._backend, self._scheme, self._options, self._waiting = backend, scheme, options, waiting
+        self._forms: dict[Hashable, list[Placed]] = {}
+        self._counts: list[Tensor] = []  # of values that were not finite; graphs go on using the old ones
+        self._bad: Tensor | None = None
+
+    def write(self, k: Tensor, v: Tensor, pool: Tensor, rows: Singles) -> bool:
+        """Keep a token a row, ``k, v: [R, H, D]``, and quantize the pages that are full with it."""
+        if not self._backend.is_current() or not pool.is_contiguous() or not len(k) == len(v) == len(rows.total):
+            return False
+        k, v = _whole(k), _whole(v)
+        form = ("write", len(k), k.dtype, pool.data_ptr(), self._backend.stream())
+        launches = self._known(form, lambda: self._writing(k, v, pool, rows))
+        found = _Write(*(x.data_ptr() for x in (k, v, rows.active, rows.offset, rows.place, rows.page, rows.slot)))
+        _queue(launches, self._backend.stream(), found)
+        if self._waiting is None:
+            assert self._bad is not None
+            count = len(k) * k.shape[1]
+            self._counts[-1][:count] += self._bad[:count]
+        return True
+
+    def attend(self, q: Tensor, pool: Tensor, rows: Singles, out: Tensor) -> bool:
+        """Attention of ``q[R, Hq, D]`` at the tokens that :meth:`write` has written, into ``out``."""
+        q = _whole(q)
+        if self._options.window is not None or not self._backend.is_current() or not pool.is_contiguous():
+            return False
+        if out.dtype is not q.dtype or not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
+            return False
+        stream = self._backend.stream()
+        form = ("attend", q.shape, q.dtype, rows.block_table.shape[1], pool.data_ptr(), stream)
+        launches = self._known(form, lambda: self._attending(q, pool, rows, out, stream))
+        changing = (q, out, rows.total, rows.sealed, rows.sealed, rows.place, rows.block_table)
+        _queue(launches, stream, _Attend(*(x.data_ptr() for x in changing)))
+        return True
+
+    def nonfinite(self) -> Tensor:
+        """How many values were stored as zero so far, ``int64[]``."""
+        found = [count.sum() for count in self._counts]
+        return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64)
+
+    def _known(self, form: Hashable, make: Callable[[], list[Placed]]) -> list[Placed]:
+        """The launches of a form of operands, which are checked and bound when it is first seen."""
+        found = self._forms.get(form)
+        if found is None:
+            found = self._forms[form] = make()
+        return found
+
+    def _counted(self, size: int, device: torch.device) -> Tensor:
+        if not self._counts or len(self._counts[-1]) < size:
+            self._counts.append(torch.zeros(size, dtype=torch.int32, device=device))
+            self._bad = torch.zeros_like(self._counts[-1])
+        return self._counts[-1]
+
+    def _writing(self, k: Tensor, v: Tensor, pool: Tensor, rows: Singles) -> list[Placed]:
+        count, heads, _ = k.shape
+        sizes = {"tokens": count, "pages": count, "blocks": pool.shape[0]}
+        some = {"k": k, "v": v, "active": rows.active, "length": rows.offset, "place": rows.place}
+        if self._waiting is None:
+            self._counted(max(_LEAST_ROWS, count) * heads, pool.device)
+            assert self._bad is not None
+            given = {"bad": self._bad[: count * heads]}
+            found = self._through("write", pool, k.dtype, given, some | {"slots": rows.slot}, sizes)
+        else:
+            sizes["places"] = self._waiting.shape[1]
+            launcher = self._backend.placer(k.dtype, self._waiting, self._scheme.mean)
+            kept = self._counted(max(_LEAST_ROWS, count), pool.device)[:count]
+            found = _bound(launcher, {"nonfinite": kept, "sizes": self._backend.sizes(sizes)}, some, sizes)
+            tail = {"tail_k": self._waiting[0], "tail_v": self._waiting[1], "start": self._backend.rows_of(0, count)}
+            some |= {"page": rows.page}
+            found += self._through("flush", pool, torch.bfloat16, tail, some, sizes)
+        return [(launch, _places(names, _indices(_Write))) for launch, names in found]
+
+    def _through(
+        self, op: str, pool: Tensor, dtype: torch.dtype, given: dict[str, Tensor], some: Mapping[str, Tensor],
+        sizes: dict[str, int],
+    ) -> list[Bound]:  # fmt: skip
+        """The launch of a kernel that writes into the pool."""
+        scheme, backend = self._scheme, self._backend
+        placed = self._waiting is not None
+        launcher = backend.writer(op, scheme.description, scheme.calib, pool, dtype, placed=placed)
+        given = {"pool": pool, "bad": backend.unasked(launcher, sizes, backend.stream())} | given
+        return _bound(launcher, given | {"sizes": backend.sizes(sizes)}, some, sizes)
+
+    def _attending(self, q: Tensor, pool: Tensor, rows: Singles, out: Tensor, stream: int) -> list[Placed]:
+        q, out, given = q[:, None], out[:, None], {"pool": pool}
+        exact, places = Exact(), 0
+        if self._waiting is not None:
+            exact, places = Exact((self._waiting[0], self._waiting[1])), self._waiting.shape[1]
+            given |= {"tail_k": self._waiting[0], "tail_v": self._waiting[1]}
+        shape = Shape.of(q, pool, rows.block_table, exact, places)
+        plan = self._backend.attention(self._scheme.description, self._scheme.calib, shape, self._options, stream)
+        some = {"q": q, "out": out, "total": rows.total, "sealed": rows.sealed, "stored": rows.sealed}
+        some |= {"place": rows.place, "block_table": rows.block_table}
+        return [(launch, _places(names, _indices(_Attend))) for launch, names in plan.ready(given, some)]
+
+
+def _whole(x: Tensor) -> Tensor:
+    """``x``, or a copy where kernels could not load it: a part of what a layer has made."""
+    return x if x.is_contiguous() and not x.data_ptr() % ALIGNMENT else x.clone(memory_format=torch.contiguous_format)
+
+
+def _indices(fields: Any) -> dict[str, int]:
+    return {name: number for number, name in enumerate(fields._fields)}
