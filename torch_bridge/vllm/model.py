@@ -55,6 +55,7 @@ def _served(layer: Description) -> Description:
     return dataclasses.replace(layer, windows=Windows(tail="0")) if layer.name == "bf16" else layer
 
 
+@functools.lru_cache(maxsize=1)  # it is asked for when a configuration is checked, and for every layer
 def bind(settings: Settings, shape: Shape) -> list[Bound]:
     """Every layer's arrays for all KV heads, on the CPU.
 
@@ -64,9 +65,6 @@ def bind(settings: Settings, shape: Shape) -> list[Bound]:
     calibration = None if settings.calibration is None else load(settings.calibration)
     layers = describe(settings, shape)
     return bind_layers(layers, calibration, shape.num_kv_heads, fingerprint=shape.fingerprint, model=shape.name)
-
-
-_bound = functools.lru_cache(maxsize=1)(bind)
 
 
 def scheme_of(
@@ -83,7 +81,7 @@ def scheme_of(
     def part(a: Tensor) -> Tensor:
         return a[own].contiguous().to(device)
 
-    bound = _bound(settings, shape)[layer]
+    bound = bind(settings, shape)[layer]
     mine = {side: {name: part(a) for name, a in arrays.items()} for side, arrays in bound.items()}
     return Scheme.of(describe(settings, shape)[layer], mine)
 
