@@ -1,4 +1,4 @@
-"""Tokens of cache, time per output token and throughput of vLLM while it decodes: jkv's schemes and vLLM's own backends.
+"""Tokens of cache, time per output token and throughput of vLLM while it decodes: jkv's schemes and its own backends.
 
     python benchmarks/vllm_decode.py --shape qwen3-8b --contexts 32768,8192 [--kernels BUNDLE] [--json FILE]
     python benchmarks/vllm_decode.py --shape tiny --contexts 512,256 --batches 1,4 --seqs 16 --modes eager   # on a CPU
@@ -25,12 +25,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # it would take the GPU's memory
 
 import vllm_jobs
 
+HERE = Path(__file__).parent
 Found = dict[str, Any]
 
 

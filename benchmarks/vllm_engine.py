@@ -15,17 +15,12 @@ import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
-for _name, _value in {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "HF_HUB_OFFLINE": "1",
-}.items():
-    os.environ.setdefault(_name, _value)
-sys.path.insert(0, str(Path(__file__).parent))
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 import vllm_memory

@@ -97,9 +97,8 @@ def _share(
     kind: Kind, shape: dict[str, Any], total: int, contexts: list[int], block: int, most: int
 ) -> tuple[int, int, list[int]]:
     """Running requests, bytes of cache, and how many sequences of each context fill it."""
-    sizes = ModelSizes(
-        "", shape["num_hidden_layers"], shape["num_key_value_heads"], shape["head_dim"], shape["max_position_embeddings"], 0
-    )  # fmt: skip
+    keys = ("num_hidden_layers", "num_key_value_heads", "head_dim", "max_position_embeddings")
+    sizes = ModelSizes("", *(shape[key] for key in keys), weight_bytes=0)
     scheme = None if kind.scheme is None else parse(kind.scheme)
     if scheme is None:
         each = 2 * kind.number_bytes * sizes.head_dim * sizes.num_kv_heads * sizes.num_layers

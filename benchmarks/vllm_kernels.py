@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # it only describes schemes
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
 
 import torch
 import vllm_ops
 from vllm_ops import Case, Step
+
+HERE = Path(__file__).parent
 
 OURS = ("bf16", "rtn:bits=4", "turboquant:bits=4", "ultraquant")
 KERNELS = {spec: functools.partial(vllm_ops.ours, spec) for spec in OURS} | {

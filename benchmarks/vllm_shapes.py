@@ -1,6 +1,6 @@
 """Models that vLLM can serve without weights: a config of known sizes, and a calibration of random arrays for it.
 
-    JAX_PLATFORMS=cpu python benchmarks/vllm_shapes.py SHAPE FOLDER    # config.json and calib.safetensors
+JAX_PLATFORMS=cpu python benchmarks/vllm_shapes.py SHAPE FOLDER    # config.json and calib.safetensors
 """
 
 from __future__ import annotations

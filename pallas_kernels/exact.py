@@ -25,8 +25,8 @@ class Exact(NamedTuple):
 
     ``tail`` and ``sinks``: ``(k, v)`` in BF16, ``[B, H, W, D]`` (position p in slot p mod W) and ``[B, H, n, D]``.
     ``fresh``: ``(k, v)`` of any float dtype, ``[B, N, H, D]``, the chunk that the queries belong to. ``mean: [H, D]``
-    is what the other keys have lost and fresh keys have not. With ``place: int32[B]`` rows say which of P rings is theirs,
-    of a tail ``[P, H, W, D]``.
+    is what the other keys have lost and fresh keys have not. With ``place: int32[B]`` rows say which of P rings is
+    theirs, of a tail ``[P, H, W, D]``.
     """
 
     tail: tuple[Array, Array] | None = None

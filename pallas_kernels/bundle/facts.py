@@ -17,8 +17,8 @@ class Attention:
     """``spec`` has no windows (:func:`codec_spec`). ``tail`` is slots of the BF16 ring, ``sinks`` first BF16 tokens.
 
     ``steps`` query tokens a sequence; ``fresh`` says that they come with keys and values of their own. ``dtype`` is
-    that of queries, fresh keys and outputs. ``placed`` says that rows name the ring that is theirs. The other fields are of
-    :class:`pallas_kernels.options.AttentionOptions`.
+    that of queries, fresh keys and outputs. ``placed`` says that rows name the ring that is theirs. The other fields
+    are of :class:`pallas_kernels.options.AttentionOptions`.
     """
 
     spec: str

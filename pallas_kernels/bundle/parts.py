@@ -25,9 +25,17 @@ DEVICES = {
     "gfx950": SimpleNamespace(device_kind="gfx950", compute_capability=""),
 }
 # Sizes to lower with. They are primes that divide nothing else, so every number that depends on one shows it.
-PRIMES = {"batch": 10007, "splits": 1021, "tokens": 40009, "pages": 10009, "width": 1009, "blocks": 1013, "places": 20011}
-"""A row's block table is ``width`` wide, the pool has ``blocks`` blocks; there are ``places`` BF16 rings where rows say
-which one is theirs."""
+PRIMES = {
+    "batch": 10007,
+    "splits": 1021,
+    "tokens": 40009,
+    "pages": 10009,
+    "width": 1009,
+    "blocks": 1013,
+    "places": 20011,
+}
+"""A row's block table is ``width`` wide, the pool has ``blocks`` blocks, and there are ``places`` BF16 rings where rows
+say which one is theirs."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,7 +54,8 @@ def test_rows_may_say_which_ring_is_theirs():
     def some(*shape):
         return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
 
-    scheme, calib, q, tail = parse("bf16"), {"k": {}, "v": {}}, some(2, 1, 8, 64), (some(5, 2, 32, 64), some(5, 2, 32, 64))
+    scheme, calib = parse("bf16"), {"k": {}, "v": {}}
+    q, tail = some(2, 1, 8, 64), (some(5, 2, 32, 64), some(5, 2, 32, 64))
     partial = (jnp.zeros((2, 2, 1, 4, 64)), jnp.full((2, 2, 1, 4), -1e30), jnp.zeros((2, 2, 1, 4)))
     lengths = Lengths(*(jnp.asarray(x, jnp.int32) for x in ([40, 20], [32, 0], [0, 0], [1, 1])))
     place = jnp.asarray([4, 1], jnp.int32)

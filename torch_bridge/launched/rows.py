@@ -7,7 +7,7 @@ number. Here rows come in any order and number, and each says which ring is its 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,20 +20,10 @@ from torch_bridge.launched.steps import Placed, _bound, _places, _queue
 from torch_bridge.reference.place import Exact
 from torch_bridge.store import Scheme
 
+if TYPE_CHECKING:
+    from torch_bridge.vllm.batch import Singles
+
 _LEAST_ROWS = 1024  # that counts are taken for
-
-
-class Singles(Protocol):
-    """Rows of one token, ``int32[R]`` each (:class:`torch_bridge.vllm.batch.Singles`)."""
-
-    block_table: Tensor
-    total: Tensor
-    sealed: Tensor
-    place: Tensor
-    offset: Tensor
-    page: Tensor
-    active: Tensor
-    slot: Tensor
 
 
 class _Write(NamedTuple):

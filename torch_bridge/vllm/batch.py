@@ -35,8 +35,8 @@ class Batch:
 
 class Singles(NamedTuple):
     """Rows of one token, ``[R]`` each: tokens with this one, those in pages, where the token goes in BF16 (place and
-    offset), the page of the cache that it fills (-1: none), whether the row is one (``active`` is the same as a number),
-    and where the token goes in the cache (-1: nowhere). Numbers are int32."""
+    offset), the page of the cache that it fills (-1: none), whether the row is one (``active`` says the same as a
+    number), and where the token goes in the cache (-1: nowhere). Numbers are int32."""
 
     block_table: Tensor
     total: Tensor

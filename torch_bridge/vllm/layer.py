@@ -63,8 +63,10 @@ class ServedLayer:
         """
         self.writes += 1
         k, v = k[: step.tokens], v[: step.tokens]
-        if self._rows is not None and step.is_decoding and self._rows.write(k, v, pool, step.singles):
-            return
+        if self._rows is not None and step.is_decoding:
+            assert step.singles is not None
+            if self._rows.write(k, v, pool, step.singles):
+                return
         if self.waiting is None:
             bad = ops.write_kv(
                 self.scheme.text, self.scheme.arrays, k, v, pool, step.slot_mapping, implementation=self.implementation

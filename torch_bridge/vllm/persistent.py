@@ -8,7 +8,7 @@ from torch import Tensor
 
 from torch_bridge.vllm.batch import Singles, Step
 
-_OWN = ("sealed", "place", "offset", "page", "live", "active", "slot")  # lengths and block tables are the engine's, and stay
+_OWN = ("sealed", "place", "offset", "page", "live", "active", "slot")  # lengths and block tables are the engine's
 
 
 class Persistent:
