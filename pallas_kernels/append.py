@@ -20,7 +20,7 @@ from jkv.errors import JkvError
 from pallas_kernels import compat
 from pallas_kernels.encoding import settle
 from pallas_kernels.geometry import iota
-from pallas_kernels.sizes import COUNT, PLACES, size, sizes_of
+from pallas_kernels.sizes import COUNT, PLACES, is_below, size, sizes_of
 
 _MOST_HEADS = 16  # of a tile
 _NUM_WARPS = 4
@@ -57,7 +57,8 @@ def append_tail(
     ``sinks[2, B, H, n, D]``; W or n may be 0. Keys lose the ``mean[H, D]``, where there is one. Rows that are not
     ``active: int32[B]`` (all are by default) stay as they are. ``nonfinite: int32[B]`` counts values that are not
     finite in BF16; they are kept as zero. All three are updated in place where they are donated. With ``place:
-    int32[B]`` rows say which ring is theirs, of P in ``tail[2, P, H, W, D]``; there are no sinks then.
+    int32[B]`` rows say which ring is theirs, of P in ``tail[2, P, H, W, D]``, and are kept nowhere where there is no
+    such ring; there are no sinks then.
 
     Raises:
       JkvError: for shapes that do not fit.
@@ -128,15 +129,17 @@ def _kernel(static: _Static, *refs: Any) -> None:
 
 def _append(static: _Static, ref: dict[str, Any], kept: dict[str, Any], row: Array) -> None:
     length = compat.load(ref["length"], 0, 0, row, jnp.int32)
-    # The ring of the row, and how many there are of each side.
+    # The ring of the row, how many there are of each side, and whether there is that one.
     ring, rings = row, size(ref["sizes"], PLACES if "place" in ref else COUNT)
+    exists: Any = True
     if "place" in ref:
         ring = compat.load(ref["place"], 0, 0, row, jnp.int32)
+        exists = is_below(ring, rings)
     # Where a token goes, by name: the slot, how many there are, and whether it goes there. Lengths may be anything.
     places: dict[str, tuple[Array, int, Any]] = {}
     if static.tail:
         slot = lax.rem(length, jnp.int32(static.tail))
-        places["tail"] = jnp.where(slot < 0, slot + static.tail, slot), static.tail, True
+        places["tail"] = jnp.where(slot < 0, slot + static.tail, slot), static.tail, exists
     if static.sinks:
         places["sinks"] = length, static.sinks, (length >= 0) & (length < static.sinks)
     heads, dim = min(_MOST_HEADS, pl.next_power_of_2(static.heads)), static.head_dim

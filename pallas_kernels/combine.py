@@ -45,6 +45,7 @@ def combine(
     o, m, l = partial
     batch, steps, q_heads, dim = q.shape
     heads, splits = o.shape[1], o.shape[2]
+    places = 0 if exact.place is None or exact.tail is None else len(exact.tail[0])
     group = q_heads // heads
     rows, width = group * steps, rotation_order(dim)
     turned = any(stage.turns for stage in scheme.v.stages)
@@ -56,7 +57,7 @@ def combine(
         "o": o.reshape(-1, rows * dim),
         "m": m.reshape(-1, rows),
         "l": l.reshape(-1, rows),
-        "sizes": sizes_of(splits=splits),
+        "sizes": sizes_of(splits=splits, places=places),
     }
     operands |= {name: getattr(lengths, name)[None] for name in Lengths._fields}
     sizes = {}

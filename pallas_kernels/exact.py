@@ -15,6 +15,7 @@ from jkv.rotate import rotation_order
 from pallas_kernels import compat
 from pallas_kernels.geometry import iota
 from pallas_kernels.options import LOG2_E
+from pallas_kernels.sizes import PLACES, in_pool, size
 
 ROWS = 16  # query rows of a program: the least that matrix cores take
 TOKENS = 32  # exact tokens that are read at a time
@@ -26,7 +27,7 @@ class Exact(NamedTuple):
     ``tail`` and ``sinks``: ``(k, v)`` in BF16, ``[B, H, W, D]`` (position p in slot p mod W) and ``[B, H, n, D]``.
     ``fresh``: ``(k, v)`` of any float dtype, ``[B, N, H, D]``, the chunk that the queries belong to. ``mean: [H, D]``
     is what the other keys have lost and fresh keys have not. With ``place: int32[B]`` rows say which of P rings is
-    theirs, of a tail ``[P, H, W, D]``.
+    theirs, of a tail ``[P, H, W, D]``; one that does not exist is read as the last.
     """
 
     tail: tuple[Array, Array] | None = None
@@ -109,7 +110,8 @@ class Here:
         # Which pair of row and head the tail is of.
         self.ring = pair
         if "place" in ref:
-            self.ring = compat.load(ref["place"], 0, 0, batch, jnp.int32) * static.heads + head
+            last = size(ref["sizes"], PLACES) - 1
+            self.ring = in_pool(compat.load(ref["place"], 0, 0, batch, jnp.int32), last) * static.heads + head
         # The position of each row's query; without a chunk of their own, all queries stand at the last token.
         fresh = static.size("fresh") > 0
         self.position = self.total - self.start + self.step if fresh else jnp.full_like(row, 0) + self.total - 1

@@ -30,7 +30,7 @@ from pallas_kernels.encoding import (
     store_entry,
 )
 from pallas_kernels.geometry import iota
-from pallas_kernels.sizes import COUNT, POOL, is_below, size, sizes_of
+from pallas_kernels.sizes import COUNT, PLACES, POOL, is_below, size, sizes_of
 from pallas_kernels.write import load_mean
 
 
@@ -69,8 +69,10 @@ def _kernel(
     slot, start = (compat.load(ref, 0, 0, row, jnp.int32) for ref in (page_ref, start_ref))
     bad_at = head * size(sizes, COUNT) + row
     at = compat.load(placed[0], 0, 0, row, jnp.int32) if placed else row
+    there = is_below(at, size(sizes, PLACES)) if placed else True
     shape = (PAGE_TOKENS, dim)
     live = is_below(slot, size(sizes, POOL) * pages_per_block) & is_below(start, source.tokens - PAGE_TOKENS + 1)
+    live = live & there
 
     def load(ref: Any) -> Array:
         index = (start + iota(shape, 0)) * source.token + head * source.per_head + iota(shape, 1)
@@ -115,8 +117,8 @@ def flush(
     ``start: int32[B]`` is the ring slot of the page's first token, a multiple of 32 below W; ``page: int32[B]`` is
     ``block * pages_per_block + page in the block``, negative where a row has nothing to write. Inside ``jit``, a page
     beyond the pool or a start beyond the ring is nothing to write either. With ``place: int32[B]`` rows say which of P
-    rings is theirs, ``bf16[P, H, W, D]``. ``calib`` and ``pool`` are as for :func:`pallas_kernels.write.write`. Ring
-    entries are settled already; one that is not finite is zero.
+    rings is theirs, ``bf16[P, H, W, D]``, and have nothing to write where there is no such ring. ``calib`` and ``pool``
+    are as for :func:`pallas_kernels.write.write`. Ring entries are settled already; one that is not finite is zero.
 
     Raises:
       JkvError: for shapes that do not fit, or (outside ``jit``) a page or a start out of range.
@@ -198,5 +200,5 @@ def _launch(
         compiler_params=compat.compiler_params(config.num_warps, 1),
         interpret=interpret,
         name="jkv_flush",
-    )(sizes_of(count=count, pool=pool.shape[0]), *numbers, k, v, *arrays, pool)
+    )(sizes_of(count=count, pool=pool.shape[0], places=len(k) if source.placed else 0), *numbers, k, v, *arrays, pool)
     return out[0], out[1].reshape(heads, count)

@@ -75,9 +75,8 @@ def flush(facts: Writing, target: str) -> list[Part]:
     arrays |= {name: array("int32", count) for name in ("start", "page", *(["place"] if facts.placed else []))}
 
     def function(named: Named) -> Named:
-        operands = (named[name] for name in ("tail_k", "tail_v", "pool", "start", "page"))
-        place: Any = named.get("place")
-        return {"pool": flush_kernel.flush(scheme, _prepared_calib(named), *operands, place, interpret=False)}
+        operands: Any = [named.get(name) for name in ("tail_k", "tail_v", "pool", "start", "page", "place")]
+        return {"pool": flush_kernel.flush(scheme, _prepared_calib(named), *operands, interpret=False)}
 
     return [Part(function, arrays, dropped=("bad",))]
 
@@ -97,9 +96,8 @@ def append(facts: Appending) -> list[Part]:
         tail, sinks = (
             named[name] if count else jnp.zeros((2, rings, heads, 0, dim), jnp.bfloat16) for name, count in kept.items()
         )
-        operands = (named[name] for name in ("nonfinite", "length", "mean", "active"))
-        place: Any = named.get("place")
-        made = append_kernel.append_tail(named["k"], named["v"], tail, sinks, *operands, place, interpret=False)
+        operands: Any = [named.get(name) for name in ("nonfinite", "length", "mean", "active", "place")]
+        made = append_kernel.append_tail(named["k"], named["v"], tail, sinks, *operands, interpret=False)
         return {name: a for name, a in zip(("tail", "sinks", "nonfinite"), made, strict=True) if name in named}
 
     return [Part(function, arrays)]

@@ -119,3 +119,13 @@ def test_rows_may_say_which_ring_is_theirs(heads: int):
     got = run(k, v, rings, none, count, length, mean, active, place)
     own = run(k, v, rings[:, place], none[:, place], count, length, mean, active)
     assert_same(got, (rings.at[:, place].set(own[0]), none, own[2]))
+
+
+@pytest.mark.parametrize("place", [-1, 3, 2**31 - 1])
+def test_a_ring_that_does_not_exist_is_not_written(place: int):
+    rng = np.random.default_rng(3)
+    k, rings = random(rng, 2, 1, 2, 64), random(rng, 2, 3, 2, 32, 64)
+    none, row = jnp.zeros((2, 3, 2, 0, 64), jnp.bfloat16), jnp.zeros(2, jnp.int32)
+    got = run(k, k, rings, none, row, row, None, None, jnp.asarray([place, 1], jnp.int32))
+    want = run(k[1:], k[1:], rings, none, row[:1], row[:1], None, None, jnp.asarray([1], jnp.int32))
+    assert_same(got[:1], want[:1])
