@@ -1,11 +1,13 @@
 """The steps of :mod:`tests.torch_bridge.vllm.test_layer` on a GPU, with launched kernels and inside a CUDA graph.
 
-Without a GPU the same tensors are computed with again in every step, which is what a graph does.
+Without a GPU the same tensors are computed with again in every step, which is what a graph does. ``JKV_TEST_BUNDLE`` is
+the folder of a bundle to take kernels from; without it they are lowered.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 
 import pytest
@@ -17,7 +19,8 @@ from torch_bridge.vllm.persistent import Persistent
 from torch_bridge.vllm.plan import plan
 
 GPU = torch.cuda.is_available()
-DEVICE, IMPLEMENTATION = ("cuda", "launch") if GPU else ("cpu", None)
+BUNDLE = os.environ.get("JKV_TEST_BUNDLE")
+DEVICE, IMPLEMENTATION = ("cuda", f"launch:{BUNDLE}" if BUNDLE else "launch") if GPU else ("cpu", None)
 SPECS = ("kivi:bits=2", "flagrot-auto:bits=2,mode=key", "ultraquant", "rtn:bits=4,tail=0", "bf16")
 ROWS, DIM = 6, 64
 
@@ -39,8 +42,9 @@ def test_mixed_steps(spec, depth):
     made.step([(rows[0], 1), (rows[1], 1), (rows[2], 7), (rows[3], 90)], padding=0)
 
 
-def captured(work: Callable[[], None]) -> Callable[[], None]:
-    """What does the work again: a graph, made after plans are made and kernels compiled on its stream."""
+def captured(work: Callable[[], None], same_stream: bool) -> Callable[[], None]:
+    """What does the work again: a graph, made after kernels are compiled and loaded; engines capture on a stream that
+    has not seen the work before."""
     if not GPU:
         return work
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -49,13 +53,14 @@ def captured(work: Callable[[], None]) -> Callable[[], None]:
         for _ in range(2):
             work()
     torch.cuda.current_stream().wait_stream(stream)
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, stream=stream if same_stream else None):
         work()
     return graph.replay
 
 
+@pytest.mark.parametrize("same_stream", [True, False] if GPU else [True])
 @pytest.mark.parametrize("spec", SPECS)
-def test_decoding_inside_a_graph(spec):
+def test_decoding_inside_a_graph(spec, same_stream):
     """One graph, replayed across pages and blocks with rows that change places and padding."""
     made = engine(spec)
     requests = [made.request(200) for _ in range(ROWS)]
@@ -76,7 +81,7 @@ def test_decoding_inside_a_graph(spec):
         made.layer.attend(q, k, v, made.pool, step, out)
 
     idle = kept.hold(plan(batch, made.slots, idle=True))
-    replay = captured(lambda: forward(idle))
+    replay = captured(lambda: forward(idle), same_stream)
     for number in range(70):
         first = number % ROWS
         rows = made.take([(request, 1) for request in (requests[first:] + requests[:first])[number % 3 :]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from jkv.options import AttentionOptions
 from tests.torch_bridge.vllm.engine import GROUP, HEADS, Engine, Request
+from torch_bridge.vllm.plan import plan
 
 FAMILIES = (
     "bf16",
@@ -186,3 +188,25 @@ def test_a_lost_slot_is_counted():
     with pytest.raises(AssertionError):
         engine.step([(waits, 1)], check=False)
     assert int(engine.slots.lost) == 1
+
+
+@pytest.mark.parametrize("spec", ["kivi:bits=2", "ultraquant:tail=0"])
+def test_rows_without_a_slot_are_nobodys(spec):
+    """Engines fill graphs up with rows that say what they want: neither pages nor unfinished pages change."""
+    engine = Engine(spec, rows=4, block_tokens=32)
+    rows = [engine.request(80) for _ in range(3)]
+    for request, count in zip(rows, (31, 40, 63), strict=True):
+        engine.step([(request, count)])
+    batch, (q, k, v) = engine.batch(engine.take([(request, 1) for request in rows]), 0)
+    batch = dataclasses.replace(batch, slot_mapping=torch.full_like(batch.slot_mapping, -1))
+    held = [engine.pool] if engine.slots is None else [engine.pool, engine.slots.owner, engine.layer.waiting]
+    before = [x.clone() for x in held]
+    step = plan(batch, engine.slots)
+    engine.layer.write(k, v, engine.pool, step)
+    engine.layer.attend(q, k, v, engine.pool, step, torch.empty_like(q))
+    padding = None if engine.slots is None else engine.slots.padding
+    for now, was in zip(held, before, strict=True):
+        if now is engine.layer.waiting:
+            now, was = now[:, :padding], was[:, :padding]
+        torch.testing.assert_close(now, was, rtol=0, atol=0, equal_nan=True)
+    engine.step([(request, 1) for request in rows])
