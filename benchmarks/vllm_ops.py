@@ -131,7 +131,6 @@ def turboquant(case: Case) -> Step:
 
 def int4(case: Case, split: bool) -> Step:
     """``int4_per_token_head``, with or without programs that share a sequence."""
-    import vllm._custom_ops  # its Hadamard transform is faster than the one in Triton
     from vllm.v1.attention.ops.int4_per_token_head import reshape_and_cache_int4, unified_attention_int4
 
     half = case.dim // 2 + 4  # codes, and a scale behind them
