@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch_bridge.vllm.batch import Singles
 
 _LEAST_ROWS = 1024  # that counts are taken for
+_FORMS = 256  # of operands that a layer remembers, beside those in CUDA graphs
 
 
 class _Write(NamedTuple):
@@ -56,6 +57,7 @@ class RowLaunches:
     def __init__(self, backend: LaunchedBackend, scheme: Scheme, options: AttentionOptions, waiting: Tensor | None):
         self._backend, self._scheme, self._options, self._waiting = backend, scheme, options, waiting
         self._forms: dict[Hashable, list[Placed]] = {}
+        self._captured: set[Hashable] = set()  # forms whose memory a CUDA graph goes on using
         self._counts: list[Tensor] = []  # of values that were not finite; graphs go on using the old ones
         self._bad: Tensor | None = None
 
@@ -97,7 +99,11 @@ class RowLaunches:
         """The launches of a form of operands, which are checked and bound when it is first seen."""
         found = self._forms.get(form)
         if found is None:
+            if len(self._forms) >= _FORMS + len(self._captured):
+                self._forms = {kept: self._forms[kept] for kept in self._captured}
             found = self._forms[form] = make()
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._captured.add(form)
         return found
 
     def _counted(self, size: int, device: torch.device) -> Tensor:
