@@ -103,13 +103,13 @@ class Engine:
 
     def use_graphs(self, wanted: bool) -> None:
         """Replay CUDA graphs or launch every kernel; the model is the same code."""
-        worker = self.llm.llm_engine.model_executor.driver_worker.worker
-        manager = getattr(worker.model_runner, "cudagraph_manager", None)
-        if manager is None and wanted:
-            raise RuntimeError("this engine has no CUDA graphs")
+        runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+        manager, dispatcher = (getattr(runner, f"cudagraph_{name}", None) for name in ("manager", "dispatcher"))
         if manager is not None:
             assert not wanted or manager.graphs, "nothing was captured"
             manager._graphs_captured = wanted
+        elif dispatcher is not None:  # the older model runner
+            dispatcher.keys_initialized = wanted
 
 
 def main() -> None:

@@ -35,6 +35,7 @@ ENGINES = {
     "fp8": Kind(backend="TRITON_ATTN", dtype="fp8", number_bytes=1),
     "ultraquant": Kind("ultraquant"),
     "flagrot-kivi": Kind("flagrot-kivi:bits=2,mode=group", True),
+    "fp8, FA3": Kind(backend="FLASH_ATTN", dtype="fp8", number_bytes=1),
 }
 
 
