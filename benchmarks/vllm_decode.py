@@ -136,7 +136,7 @@ def main() -> None:
     names = args.engine or list(vllm_jobs.ENGINES)
 
     def log_of(name: str) -> IO[str]:
-        return (logs / f"vllm-{name.replace(', ', '-')}.log").open("w")
+        return (logs / f"vllm-{name}.log").open("w")
 
     waiting = Process(log_of(names[0]))
     for number, name in enumerate(names):

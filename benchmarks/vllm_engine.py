@@ -62,8 +62,8 @@ class Engine:
         self.started, self.filled = started - start, time.perf_counter() - started
 
     def most(self, context: int) -> int:
-        """Sequences that fit."""
-        rows = (self.blocks - 1) // -(-(context + 1 + _STEPS) // self.block)
+        """Sequences that fit, with room to grow."""
+        rows = (self.blocks - 1) // -(-(context + self.job["room"]) // self.block)
         return min(rows, self.facts["max_num_seqs"])
 
     def measure(self, context: int, batch: int) -> dict[str, float]:

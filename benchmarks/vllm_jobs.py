@@ -35,7 +35,7 @@ ENGINES = {
     "fp8": Kind(backend="TRITON_ATTN", dtype="fp8", number_bytes=1),
     "ultraquant": Kind("ultraquant"),
     "flagrot-kivi": Kind("flagrot-kivi:bits=2,mode=group", True),
-    "fp8, FA3": Kind(backend="FLASH_ATTN", dtype="fp8", number_bytes=1),
+    "fp8-fa3": Kind(backend="FLASH_ATTN", dtype="fp8", number_bytes=1),
 }
 
 
@@ -91,7 +91,13 @@ def job_of(name: str, args: argparse.Namespace, folder: Path, memory: int) -> di
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": sizes,
         }
-    return {"llm": llm, "contexts": contexts, "batches": {"graph": batches, "eager": eager}, "modes": modes}
+    return {
+        "llm": llm,
+        "contexts": contexts,
+        "batches": {"graph": batches, "eager": eager},
+        "modes": modes,
+        "room": _ROOM,
+    }
 
 
 def _share(
