@@ -19,6 +19,7 @@ def layers_of(config: Any) -> list[Any]:
     return [x for x in config.compilation_config.static_forward_context.values() if hasattr(x, "kv_cache")]
 
 
+@torch.inference_mode()
 def fill(layers: list[Any], dtype: torch.dtype) -> None:
     """Write Gaussian keys and values into all blocks of all layers."""
     for layer in layers:
