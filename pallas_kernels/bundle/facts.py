@@ -62,8 +62,16 @@ class Appending:
     dtype: str = "bfloat16"
 
 
-Facts = Attention | Writing | Appending
-OPS: dict[str, type[Attention] | type[Writing] | type[Appending]] = {
+@dataclasses.dataclass(frozen=True)
+class Stepping:
+    """Where a decoding step writes, whatever the scheme: ``tail`` slots of the ring, 0 where there is none."""
+
+    tail: int = PAGE_TOKENS
+    block_tokens: int = 64
+
+
+Facts = Attention | Writing | Appending | Stepping
+OPS: dict[str, type[Attention] | type[Writing] | type[Appending] | type[Stepping]] = {
     "prepare": Attention,
     "split": Attention,
     "combine": Attention,
@@ -71,6 +79,7 @@ OPS: dict[str, type[Attention] | type[Writing] | type[Appending]] = {
     "write_pages": Writing,
     "flush": Writing,
     "append": Appending,
+    "step": Stepping,
 }
 
 
