@@ -88,7 +88,7 @@ def ablation_table() -> str:
     return "\n".join([*lines, "", _source(found, found["demo"])])
 
 
-BENCHES = ("bench", "bench-context", "bench-gqa", "bench-batch1")  # one run each
+BENCHES = ("bench", "bench-context", "bench-batch", "bench-gqa", "bench-batch1", "bench-write")  # one run each
 
 
 def bench_table() -> str:
@@ -108,17 +108,18 @@ def _source(found: dict[str, Any], demo: dict[str, Any]) -> str:
 
 def overhead_table() -> str:
     found = load("launch-overhead")
-    lines = ["| host time | us |", "| --- | ---: |"]
-    lines += [f"| launch: {name} | {took:.1f} |" for name, took in found["launches_us"].items()]
-    lines += [f"| {name} | {took:.1f} |" for name, took in found["others_us"].items()]
+    lines = ["| host time | us | operands bound, us |", "| --- | ---: | ---: |"]
+    for name, us in found["launches_us"].items():
+        lines.append(f"| launch: {name} | {us['checked']:.1f} | {us['bound']:.1f} |")
+    lines += [f"| {name} | {us:.1f} | |" for name, us in found["others_us"].items()]
+    times = {"host_ms": "`decode`", "parts_ms": "`append` and `attend`", "graph_ms": "in a CUDA graph"}
     lines += [
         "",
-        f"| a token through {found['layers']} layers | host, ms | in a CUDA graph, ms |",
-        "| --- | ---: | ---: |",
+        f"| a token through {found['layers']} layers, ms | " + " | ".join(times.values()) + " |",
+        "| --- " + "| ---: " * len(times) + "|",
     ]
-    lines += [
-        f"| `{name}` | {took['host_ms']:.2f} | {took['graph_ms']:.2f} |" for name, took in found["tokens"].items()
-    ]
+    for name, took in found["tokens"].items():
+        lines.append(f"| `{name}` | " + " | ".join(f"{took[key]:.2f}" for key in times) + " |")
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     source = (
         f"Measured with `{found['command']}` on {found['device']}, {versions}, {found['date']}; batch {found['batch']}"

@@ -28,6 +28,8 @@ TARGETS: dict[str, tuple[str, Any, int, str]] = {
     "gfx942": ("hip", "gfx942", 64, "rocm"),
     "gfx950": ("hip", "gfx950", 64, "rocm"),
 }
+# What a program can have: opted-in shared memory, LDS of a workgroup.
+SHARED_BYTES = {"sm_90": 227 << 10, "gfx942": 64 << 10, "gfx950": 160 << 10}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +78,8 @@ def compile(lowered: Lowered, target: str, options: Mapping[str, Any] | None = N
     that Pallas cannot express (``maxnreg``, ``waves_per_eu``).
 
     Raises:
-      JkvError: where triton is not installed, the target is unknown, or the compiler rejects the kernel.
+      JkvError: where triton is not installed, the target is unknown, the compiler rejects the kernel, or it
+        takes more shared memory than the target has.
     """
     if platform_of(target) == "cuda":
         return compile_here(lowered, target, options)
@@ -119,7 +122,11 @@ def compile_here(lowered: Lowered, target: str, options: Mapping[str, Any] | Non
         assembly = forms["ptx" if backend_name == "cuda" else "amdgcn"]
         binary = forms["cubin" if backend_name == "cuda" else "hsaco"]
         registers, spills = _usage_nvidia(binary, folder) if backend_name == "cuda" else _usage_amd(assembly)
-    num_warps = int(metadata["num_warps"])
+    num_warps, shared = int(metadata["num_warps"]), int(metadata["shared"])
+    if shared > SHARED_BYTES[target]:
+        raise JkvError(
+            f"{lowered.name} takes {shared} bytes of shared memory; a program on {target} has {SHARED_BYTES[target]}"
+        )
     return Compiled(
         name=str(metadata.get("name", lowered.name)),
         target=target,
@@ -128,7 +135,7 @@ def compile_here(lowered: Lowered, target: str, options: Mapping[str, Any] | Non
         ir=forms["ttgir"],
         registers=registers,
         spills=spills,
-        shared_bytes=int(metadata["shared"]),
+        shared_bytes=shared,
         num_warps=num_warps,
         threads=num_warps * threads,
         parameters=_parameters(assembly, backend_name),

@@ -88,7 +88,11 @@ def decode_config(device_kind: str, key: str, head_dim: int, gqa: int) -> Decode
     if not found:
         kernels: dict[str, Kernel] = {"NVIDIA": "warp", "AMD": "lane", "gfx": "lane"}
         kernel: Kernel = next((k for name, k in kernels.items() if device_kind.startswith(name)), "generic")
-        return DecodeConfig(kernel, num_warps=4 if head_dim <= 128 else 8)
+        if head_dim <= 128:
+            return DecodeConfig(kernel)
+        # Of wide heads AMD's shared memory holds one small tile, and NVIDIA's a sketch (turboquant:qjl=on) beside it.
+        scarce = not device_kind.startswith("NVIDIA") or "signs:" in wanted
+        return DecodeConfig(kernel, num_warps=8, **({"num_stages": 1, "tokens": 32} if scarce else {}))
     best = min(found, key=lambda entry: (abs(entry["gqa"] - gqa), entry["gqa"]))
     fields = {field.name for field in dataclasses.fields(DecodeConfig)}
     return DecodeConfig(**{name: value for name, value in best.items() if name in fields})

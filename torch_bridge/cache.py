@@ -1,8 +1,9 @@
 """A paged KV cache for one model in torch: :mod:`jkv.cache` with :mod:`jkv.write`, updated in place.
 
-One decoding step: ``append`` in every layer, each followed by ``attend``, then ``seal`` once. A prompt, or any chunk:
-``attend`` with the chunk and ``prefill`` in every layer, then ``advance`` once. The page that a step fills is read in
-BF16 by that step and quantized at its end, so at rest at most 31 tokens (plus the recent window) are unquantized.
+One decoding step: ``append`` in every layer, each followed by ``attend`` (or both at once, ``decode``), then ``seal``
+once. A prompt, or any chunk: ``attend`` with the chunk and ``prefill`` in every layer, then ``advance`` once. The page
+that a step fills is read in BF16 by that step and quantized at its end, so at rest at most 31 tokens (plus the recent
+window) are unquantized.
 
 Shapes depend on nothing that tokens change and nothing is read back from a GPU, so a CUDA graph can hold a step, and
 ``torch.compile(fullgraph=True)`` traces it. What changes rows stands between steps: :mod:`torch_bridge.rows`.
@@ -122,13 +123,39 @@ class PagedCache:
         return sum(x.nbytes for x in own) + sum(x.nbytes for layer in self.layers for x in layer.tensors)
 
     def step(self, active: Tensor | None = None) -> Step:
-        """What the layers of one decoding step share, worked out once: where rows, or ``active[B]`` ones, write."""
+        """What the layers of one decoding step share, worked out once: where rows, or ``active[B]`` ones, write.
+
+        It holds until the next call.
+        """
         counts = None if active is None else row_numbers(self, "active", active)
+        steps = self._steps()
+        found = None if steps is None else steps.numbers(self, counts)
+        return self._step(counts) if found is None else found
+
+    def _step(self, counts: Tensor | None) -> Step:
         total = self.length + (1 if counts is None else counts)
-        if self.windows.tail_tokens:
-            return Step(counts, total, sealed_tokens(self.windows, self.length), None)
-        valid = (total > self.length)[:, None]
-        return Step(counts, total, total, place(self.block_table, self.length[:, None], valid, self.block_tokens))
+        if not self.windows.tail_tokens:
+            valid = (total > self.length)[:, None]
+            return Step(counts, total, total, place(self.block_table, self.length[:, None], valid, self.block_tokens))
+        sealed = sealed_tokens(self.windows, self.length)
+        full = (sealed_tokens(self.windows, total) > sealed)[:, None]
+        page = place(self.block_table, sealed[:, None] // PAGE_TOKENS, full, self.pages_per_block)
+        return Step(counts, total, sealed, page=page.flatten(), start=sealed % self.windows.tail_tokens)
+
+    def decode(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, step: Step, options: AttentionOptions | None = None
+    ) -> Tensor:
+        """:meth:`append` and :meth:`attend` of a decoding step in one: ``q[B, 1, Hq, D]`` sees the new token, too.
+
+        Raises:
+          JkvError: as those two.
+        """
+        steps = self._steps()
+        out = None if steps is None else steps.decode(self, layer, q, k, v, step, options)
+        if out is None:
+            self.append(layer, k, v, step)
+            out = self.attend(layer, q, pending=step, options=options)
+        return out
 
     def append(self, layer: int, k: Tensor, v: Tensor, step: Tensor | Step | None = None) -> None:
         """Write one token ``k, v: [B, 1, H, D]`` at position ``length`` of each row.
@@ -145,7 +172,7 @@ class PagedCache:
         check_new(self, k, v)
         if k.shape[1] != 1:
             raise JkvError(f"append takes one token per row, not {k.shape[1]}; use prefill for more")
-        step = step if isinstance(step, Step) else self.step(step)
+        step = self._shared(step)
         check_room(self, step.total)
         scheme, store = self.schemes[layer], self.layers[layer]
         if step.entry is None or self.windows.sink:
@@ -239,19 +266,22 @@ class PagedCache:
 
     def seal(self, step: Tensor | Step | None = None) -> None:
         """End a decoding step: ``length += 1``, or ``active[B]``, and quantize the pages that thereby left the tail."""
-        step = step if isinstance(step, Step) else self.step(step)
-        width, steps = self.windows.tail_tokens, self._steps()
-        if width:
-            start, full = step.sealed, sealed_tokens(self.windows, step.total) > step.sealed
-            if not on_host(self.device) or bool(full.any()):
-                page = place(self.block_table, start[:, None] // PAGE_TOKENS, full[:, None], self.pages_per_block)
-                page, slot = page.flatten(), start % width
-                if steps is None or not steps.flush(self, slot, page):
-                    for layer, store in enumerate(self.layers):
-                        self._flush(layer, store.tail, slot, page)
+        step, steps = self._shared(step), self._steps()
+        page, start = step.page, step.start
+        if page is not None and start is not None:
+            none = on_host(self.device) and not bool((page >= 0).any())
+            if not none and (steps is None or not steps.flush(self, step)):
+                for layer, store in enumerate(self.layers):
+                    self._flush(layer, store.tail, start, page)
         if steps is not None:
             steps.count(self)
         self.length.copy_(step.total)
+
+    def _shared(self, step: Tensor | Step | None) -> Step:
+        """The step, or one for the rows that take part: whoever has one from :meth:`step` can go on using it."""
+        if isinstance(step, Step):
+            return step
+        return self._step(None if step is None else row_numbers(self, "active", step))
 
     def advance(self, counts: Tensor | int) -> None:
         """Count the tokens that :meth:`prefill` has written in every layer: ``length += counts[B]``."""

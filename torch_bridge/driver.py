@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 
 from jkv.errors import JkvError
+from torch_bridge.graph import Graph, Launch
 
 _MAX_SHARED = 8  # the attribute of a function that says how much dynamic shared memory it may have
 _FREE_SHARED = 48 << 10  # what every function may have
 _NO_CONTEXT = 201
+
+
+class Queued(Protocol):
+    """Several launches in one call (:class:`torch_bridge.graph.Graph`)."""
+
+    def update(self, index: int) -> None: ...
+
+    def __call__(self, stream: int) -> None: ...
 
 
 class Driver(Protocol):
@@ -37,10 +46,11 @@ class Driver(Protocol):
     ) -> None:
         """Queue one launch on the current device; ``params`` are the addresses of its arguments."""
 
-    def prepared(
-        self, function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, params: Any
-    ) -> Callable[[int], None]:
+    def prepared(self, launch: Launch) -> Callable[[int], None]:
         """The same launch to be queued on a stream again and again, for less time."""
+
+    def graph(self, launches: Sequence[Launch]) -> Queued | None:
+        """Launches that follow one another, to be queued by one call; None where the driver has no such thing."""
 
 
 @functools.cache
@@ -98,6 +108,7 @@ class _Library:
         ]  # fmt: skip
         if prefix == "cu":
             library.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+            library.cuGraphLaunch.argtypes = [ctypes.c_void_p] * 2
         self._library, self._prefix = library, prefix
         self.current, self.stream = torch._C._cuda_getDevice, torch._C._cuda_getCurrentRawStream
 
@@ -124,9 +135,8 @@ class _Library:
         if status:
             self._check(status, "a launch")
 
-    def prepared(
-        self, function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, params: Any
-    ) -> Callable[[int], None]:
+    def prepared(self, launch: Launch) -> Callable[[int], None]:
+        function, grid, threads, shared_bytes, params = launch
         if self._prefix == "hip":
             return lambda stream: self.launch(function, grid, threads, shared_bytes, stream, params)
         # Four arguments instead of eleven: converting them is what a launch costs in Python.
@@ -140,6 +150,12 @@ class _Library:
                 self.launch(function, grid, threads, shared_bytes, stream, params)
 
         return again
+
+    def graph(self, launches: Sequence[Launch]) -> Graph | None:
+        if not hasattr(self._library, "cuGraphExecKernelNodeSetParams_v2"):  # HIP, or a driver before CUDA 12
+            return None
+        self._bind()
+        return Graph(self._library, self._check, launches)
 
     def _bind(self) -> None:
         """Make torch's current device that of the driver, too: its primary context, which torch uses."""

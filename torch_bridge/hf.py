@@ -149,9 +149,7 @@ class JkvCache(Cache):
         chunk = self._chunk
         q, k, v = (chunk.gather(x.transpose(1, 2)) for x in (query, key, value))
         if chunk.steps == 1:
-            step = self._step_of(layer)
-            self.store.append(layer, k, v, step)
-            out = self.store.attend(layer, q, pending=step, options=options)
+            out = self.store.decode(layer, q, k, v, self._step_of(layer), options)
         else:
             out = self.store.attend(layer, q, fresh=(k, v), counts=chunk.counts, options=options)
             self.store.prefill(layer, k, v, chunk.counts)

@@ -80,13 +80,16 @@ class Layer:
 
 
 class Step(NamedTuple):
-    """Of one decoding step: how many tokens each row gets, ``int32[B]`` (None: one), its tokens with them and those in
-    pages, ``int32[B]`` each, and where tokens that are quantized at once lie, ``int32[B, 1]``."""
+    """Of one decoding step, ``int32[B]`` each: how many tokens a row gets (None: one), its tokens with them, those in
+    pages; then where tokens that are quantized at once lie, ``int32[B, 1]``, or, of a cache with a ring, the page that
+    the step fills (-1: none) and the slot of the ring where it begins."""
 
     counts: Tensor | None
     total: Tensor
     sealed: Tensor
-    entry: Tensor | None
+    entry: Tensor | None = None
+    page: Tensor | None = None
+    start: Tensor | None = None
 
 
 def schemes_of(layers: Sequence[Description], calib: Sequence[Bound]) -> list[Scheme]:

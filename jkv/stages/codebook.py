@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any, Literal
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -112,7 +111,9 @@ def qjl(bits: int) -> Stage:
     def inv(calib: Calib, y: Array, side: Side) -> Array:
         head_dim = y.shape[-1]
         signs = 2.0 * unpack_words(side["signs"], head_dim, 1).astype(jnp.float32) - 1.0
-        spread = jnp.matmul(signs, calib["sketch"], precision=jax.lax.Precision.HIGHEST)
+        # Both factors are BF16 values (see above): products are exact, and matrix cores take them.
+        low = signs.astype(jnp.bfloat16), calib["sketch"].astype(jnp.bfloat16)
+        spread = jnp.matmul(*low, preferred_element_type=jnp.float32)
         rest = side["rest"].astype(jnp.float32)[..., None] * ((np.pi / 2) ** 0.5 / head_dim)
         return (calib["levels"][y] + rest * spread) * side["norm"].astype(jnp.float32)[..., None]
 

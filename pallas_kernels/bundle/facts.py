@@ -66,8 +66,16 @@ class Appending:
     placed: bool = False
 
 
-Facts = Attention | Writing | Appending
-OPS: dict[str, type[Attention] | type[Writing] | type[Appending]] = {
+@dataclasses.dataclass(frozen=True)
+class Stepping:
+    """Where a decoding step writes, whatever the scheme: ``tail`` slots of the ring, 0 where there is none."""
+
+    tail: int = PAGE_TOKENS
+    block_tokens: int = 64
+
+
+Facts = Attention | Writing | Appending | Stepping
+OPS: dict[str, type[Attention] | type[Writing] | type[Appending] | type[Stepping]] = {
     "prepare": Attention,
     "split": Attention,
     "combine": Attention,
@@ -75,6 +83,7 @@ OPS: dict[str, type[Attention] | type[Writing] | type[Appending]] = {
     "write_pages": Writing,
     "flush": Writing,
     "append": Appending,
+    "step": Stepping,
 }
 
 

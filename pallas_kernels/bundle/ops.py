@@ -10,7 +10,7 @@ from typing import Any
 
 from pallas_kernels import build
 from pallas_kernels.bundle import attention, writing
-from pallas_kernels.bundle.facts import Appending, Attention, Facts
+from pallas_kernels.bundle.facts import Appending, Attention, Facts, Stepping
 from pallas_kernels.bundle.parts import Part, scheme_of
 
 
@@ -20,6 +20,8 @@ def parts_of(op: str, facts: Facts, target: str) -> list[Part]:
         return {"prepare": attention.prepare, "split": attention.split, "combine": attention.combine}[op](facts, target)
     if isinstance(facts, Appending):
         return writing.append(facts)
+    if isinstance(facts, Stepping):
+        return writing.step(facts)
     return {"write": writing.write, "write_pages": writing.write_pages, "flush": writing.flush}[op](facts, target)
 
 

@@ -10,7 +10,7 @@ from jkv.core import PAGE_TOKENS
 from jkv.errors import JkvError
 from jkv.registry import parse
 from pallas_kernels import build
-from pallas_kernels.bundle.facts import Appending, Attention, Facts, Writing, codec_spec
+from pallas_kernels.bundle.facts import Appending, Attention, Facts, Stepping, Writing, codec_spec
 from pallas_kernels.bundle.ops import recipe_of
 
 DEFAULT_SPECS = (
@@ -93,6 +93,8 @@ def jobs_for(facts: Facts, target: str) -> list[Job]:
         ops: tuple[str, ...] = ("prepare", "split", "combine")
     elif isinstance(facts, Appending):
         ops = ("append",)
+    elif isinstance(facts, Stepping):
+        ops = ("step",)
     else:
         ops = _writes(parse(facts.spec).granularity, facts.tail)
     return [Job(op, facts, (target,)) for op in ops]
@@ -102,6 +104,7 @@ def _settings(request: Request) -> Iterator[tuple[str, Facts]]:
     for spec in request.specs:
         scheme = parse(spec)
         windows, codecs = scheme.windows, codec_spec(scheme.spec)
+        yield "step", Stepping(windows.tail_tokens, request.block_tokens)
         for head_dim in request.head_dims:
             for heads in request.num_kv_heads:
                 common: dict[str, Any] = {"block_tokens": request.block_tokens, "tail": windows.tail_tokens}

@@ -1,4 +1,4 @@
-"""Writing: tokens one by one, prompts page by page, pages that a step has filled, and tokens that wait for them."""
+"""Writing: tokens one by one, prompts page by page, pages that a step has filled, tokens that wait; and where to."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jkv.core import PAGE_TOKENS, Scheme
 from pallas_kernels import append as append_kernel
 from pallas_kernels import flush as flush_kernel
+from pallas_kernels import step as step_kernel
 from pallas_kernels import write as write_kernel
-from pallas_kernels.bundle.facts import Appending, Writing
+from pallas_kernels.bundle.facts import Appending, Stepping, Writing
 from pallas_kernels.bundle.parts import DEVICES, PRIMES, Named, Part, array, calib_of, pool_of, scheme_of, sides_of
 from pallas_kernels.encoding import Prepared, prepare
 
@@ -99,5 +100,18 @@ def append(facts: Appending) -> list[Part]:
         operands: Any = [named.get(name) for name in ("nonfinite", "length", "mean", "active", "place")]
         made = append_kernel.append_tail(named["k"], named["v"], tail, sinks, *operands, interpret=False)
         return {name: a for name, a in zip(("tail", "sinks", "nonfinite"), made, strict=True) if name in named}
+
+    return [Part(function, arrays)]
+
+
+def step(facts: Stepping) -> list[Part]:
+    """A kernel that always takes ``active``: ones where a step has none."""
+    row = array("int32", PRIMES["tokens"])
+    arrays = {"length": row, "active": row, "block_table": array("int32", PRIMES["tokens"], PRIMES["width"])}
+
+    def function(named: Named) -> Named:
+        sizes = {"block_tokens": facts.block_tokens, "tail": facts.tail}
+        made = step_kernel.step_rows(named["length"], named["active"], named["block_table"], **sizes, interpret=False)
+        return {name: a for name, a in made._asdict().items() if a is not None}
 
     return [Part(function, arrays)]

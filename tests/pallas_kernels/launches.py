@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jkv import page as pages
 from jkv.core import PAGE_TOKENS
 from jkv.registry import parse
-from pallas_kernels import append, build, combine, compat, decode, flush, lane_decode, scaled, warp, write
+from pallas_kernels import append, build, combine, compat, decode, flush, lane_decode, scaled, step, warp, write
 from pallas_kernels.config import DecodeConfig, decode_config, layout_key
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.prepare import prepare_copies
@@ -139,6 +139,13 @@ def _append(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[An
     return function, (x, x, tail, sinks, row, row, mean, row)
 
 
+def _step(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    row = _shape((launch.rows,), jnp.int32)
+    sizes = {"block_tokens": PAGES_PER_BLOCK * PAGE_TOKENS, "tail": PAGE_TOKENS}
+    function = functools.partial(step.step_rows, **sizes, interpret=False)
+    return function, (row, row, _shape((launch.rows, launch.blocks), jnp.int32))
+
+
 _OTHERS: dict[str, Callable[..., Any]] = {
     "prepare": lambda launch, platform: (_prepare(launch, platform)[0], _prepare(launch, platform)[1:]),
     "copies": lambda launch, platform: (_prepare(launch, platform)[0], _prepare(launch, platform)[1:]),
@@ -147,4 +154,5 @@ _OTHERS: dict[str, Callable[..., Any]] = {
     "warp_write": _write,
     "flush": _flush,
     "append": _append,
+    "step": _step,
 }

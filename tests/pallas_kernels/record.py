@@ -25,6 +25,7 @@ PORTABLE = (
     Launch("write", "ultraquant", rows=256),
     Launch("flush", KIVI),
     Launch("append", "bf16", rows=32),
+    Launch("step", "bf16", rows=32),
 )
 NVIDIA = (
     *(Launch("warp", spec) for spec in (AUTO, KIVI, "ultraquant", "ultra-tq", "fp8", "rtn:bits=2")),

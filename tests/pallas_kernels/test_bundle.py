@@ -16,7 +16,7 @@ from jkv.errors import JkvError
 from jkv.page import layout
 from jkv.registry import parse
 from pallas_kernels.bundle import parts, write
-from pallas_kernels.bundle.facts import Appending, Attention, Writing, codec_spec, layout_digest
+from pallas_kernels.bundle.facts import Appending, Attention, Stepping, Writing, codec_spec, layout_digest
 from pallas_kernels.bundle.format import MANIFEST, TABLES, Extent, seal
 from pallas_kernels.bundle.kernels import make
 from pallas_kernels.bundle.read import Bundle, load_bundle
@@ -55,7 +55,7 @@ def test_round_trip(made: Path):
             for name, table in again.tables.items():
                 assert (bundle.table(name) == table).all()
     assert {kernel.op for kernel in bundle.manifest.kernels} == {
-        "prepare", "split", "combine", "write", "write_pages", "flush", "append"
+        "prepare", "split", "combine", "write", "write_pages", "flush", "append", "step"
     }  # fmt: skip
     split = bundle.kernel("split", Attention(SCALED, 64, 8, 4), "gfx950")
     assert split.targets == ("gfx950",) and "tt.dot_scaled" in bundle.text(split, split.variants[0]).text
@@ -79,6 +79,8 @@ OTHER = {"batch": 20011, "splits": 1019, "tokens": 30011, "pages": 10037, "width
         ("flush", Writing(KIVI, 64, 8, tail=64), "sm_90"),
         ("append", Appending(64, 8, tail=64, sinks=4), "sm_90"),
         ("append", Appending(96, 5, tail=0, sinks=4, dtype="float32"), "gfx950"),
+        ("step", Stepping(tail=64), "sm_90"),
+        ("step", Stepping(tail=0), "gfx950"),
     ],
     ids=str,
 )
@@ -123,11 +125,12 @@ def test_facts():
     assert len(digests) == 4
     windows = Request(targets=("sm_90",), specs=("rtn:bits=4,tail=0,sink=4",), head_dims=(64,), gqas=(1,), steps=(1,))
     jobs = {job.op: job.facts for job in jobs_of(windows)}
-    assert set(jobs) == {"prepare", "split", "combine", "write", "append"}
-    assert jobs["append"] == Appending(64, 8, tail=0, sinks=4)
+    assert set(jobs) == {"prepare", "split", "combine", "write", "append", "step"}
+    assert jobs["append"] == Appending(64, 8, tail=0, sinks=4) and jobs["step"] == Stepping(0)
     assert jobs["split"] == Attention("rtn:bits=4", 64, 8, 1, tail=0, sinks=4)
     jobs_by_default = jobs_of(Request(targets=("sm_90",)))
-    assert {job.facts.spec for job in jobs_by_default if job.op != "append"} == set(DEFAULT_SPECS)
+    assert {job.facts.spec for job in jobs_by_default if job.op not in ("append", "step")} == set(DEFAULT_SPECS)
+    assert [job.facts for job in jobs_by_default if job.op == "step"] == [Stepping(32)]
     assert [job.facts for job in jobs_by_default if job.op == "append"] == [
         Appending(d, 8, placed=placed) for d in (64, 128, 256) for placed in (False, True)
     ]
@@ -256,7 +259,7 @@ def test_the_command_and_what_it_compiles(tmp_path: Path, capsys: pytest.Capture
     assert main(["build", *arguments, "--asm", "--binary", "--json", "-o", str(place)]) == 0
     said = json.loads(capsys.readouterr().out)
     bundle = load_bundle(place)
-    assert said["kernels"] == len(bundle.manifest.kernels) == 10 and "triton" in said["made_with"]
+    assert said["kernels"] == len(bundle.manifest.kernels) == 11 and "triton" in said["made_with"]
     split = bundle.kernel("split", Attention(SCALED, 128, 8, 4), "gfx950")
     (variant,) = split.variants
     assembly = (place / variant.assembly["gfx950"]).read_text()

@@ -84,3 +84,9 @@ def test_flush(spec: str, platform: str):
 def test_append(head_dim: int, platform: str):
     lowered = Launch("append", "bf16", head_dim, rows=32).lower(platform)
     assert "tt.store" in lowered.text and lowered.grid == (32, 1, 1)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_step(platform: str):
+    lowered = Launch("step", "bf16", rows=200).lower(platform)
+    assert "tt.store" in lowered.text and lowered.grid == (2, 1, 1)

@@ -55,6 +55,7 @@ def test_combine(launch: Launch, few: int, many: int):
         (Launch("warp_write", "flagrot-auto:bits=4,mode=fixed"), "cuda"),
         (Launch("flush", KIVI), "cuda"),
         (Launch("append", "bf16"), "rocm"),
+        (Launch("step", "bf16"), "cuda"),
     ],
     ids=str,
 )

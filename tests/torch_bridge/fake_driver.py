@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from jkv.errors import JkvError
+from torch_bridge.graph import Launch
 
 
 class Launched(NamedTuple):
@@ -30,6 +31,7 @@ class FakeDriver:
         self.device, self.queue, self.fails = 0, 77, False
         self._entries: list[tuple[str, int]] = []
         self.parameters = parameters
+        self.has_graphs, self.graphs = True, list[FakeGraph]()
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
@@ -58,7 +60,32 @@ class FakeDriver:
         addresses = tuple(ctypes.cast(at, ctypes.POINTER(ctypes.c_uint64)).contents.value for at in params)
         self.launched.append(Launched(entry, grid, threads, shared_bytes, stream, addresses))
 
-    def prepared(
-        self, function: int, grid: tuple[int, int, int], threads: int, shared_bytes: int, params: Any
-    ) -> Callable[[int], None]:
+    def prepared(self, launch: Launch) -> Callable[[int], None]:
+        function, grid, threads, shared_bytes, params = launch
         return lambda stream: self.launch(function, grid, threads, shared_bytes, stream, params)
+
+    def graph(self, launches: Sequence[Launch]) -> FakeGraph | None:
+        return FakeGraph(self, launches) if self.has_graphs else None
+
+
+class FakeGraph:
+    """Launches with the arguments that they had when the graph was made or updated."""
+
+    def __init__(self, driver: FakeDriver, launches: Sequence[Launch]):
+        self.driver, self.launches, self.updates = driver, list(launches), 0
+        self.kept = [_copy(launch.params) for launch in launches]
+        driver.graphs.append(self)
+
+    def update(self, index: int) -> None:
+        self.updates += 1
+        self.kept[index] = _copy(self.launches[index].params)
+
+    def __call__(self, stream: int) -> None:
+        for (function, grid, threads, shared_bytes, _), params in zip(self.launches, self.kept, strict=True):
+            self.driver.launch(function, grid, threads, shared_bytes, stream, params)
+
+
+def _copy(params: Any) -> list[Any]:
+    """Addresses of copies of all arguments."""
+    values = [ctypes.c_uint64(ctypes.cast(at, ctypes.POINTER(ctypes.c_uint64)).contents.value) for at in params]
+    return [ctypes.pointer(value) for value in values]

@@ -17,7 +17,23 @@ if TYPE_CHECKING:
 
 
 class Steps(Protocol):
-    """Decoding steps of one cache that an implementation has prepared; False and None leave the work to the ops."""
+    """Decoding steps of one cache that an implementation has prepared; False and None leave the work to the ops.
+
+    ``decode`` may quantize the page that the step fills; ``flush`` does it in the other layers.
+    """
+
+    def numbers(self, cache: PagedCache, counts: Tensor | None) -> Step | None: ...
+
+    def decode(
+        self,
+        cache: PagedCache,
+        index: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        step: Step,
+        options: AttentionOptions | None,
+    ) -> Tensor | None: ...
 
     def append(self, cache: PagedCache, index: int, k: Tensor, v: Tensor, step: Step) -> bool: ...
 
@@ -25,7 +41,7 @@ class Steps(Protocol):
         self, cache: PagedCache, index: int, q: Tensor, step: Step, options: AttentionOptions | None
     ) -> Tensor | None: ...
 
-    def flush(self, cache: PagedCache, start: Tensor, page: Tensor) -> bool: ...
+    def flush(self, cache: PagedCache, step: Step) -> bool: ...
 
     def count(self, cache: PagedCache) -> None: ...
 

@@ -119,6 +119,14 @@ class LaunchedBackend:
         found: Launcher = self._made(("placed", rings.data_ptr(), rings.shape, dtype), (rings, mean), make)
         return found
 
+    def stepper(self, tail: int, block_tokens: int) -> Launcher:
+        """The launch that works out a step's numbers."""
+        return self._library.kernel("step", tail=tail, block_tokens=block_tokens)
+
+    def is_capturing(self) -> bool:
+        """Whether torch is recording a CUDA graph on the current stream."""
+        return self._library.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def paged_attention(
         self, description: Description, calib: Calibs, q: Tensor, pool: Tensor, block_table: Tensor, lengths: Tensor, *,
         sealed: Tensor | None = None, exact: Exact | None = None, counts: Tensor | None = None,
@@ -231,7 +239,7 @@ class LaunchedBackend:
                 for oldest in list(itertools.islice(self._plans, _KEPT // 4)):
                     del self._plans[oldest]
             found = self._plans[where] = make(), kept
-        if self._library.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.is_capturing():
             self._captured[where] = found  # the graph goes on using its tensors
         return found[0]
 

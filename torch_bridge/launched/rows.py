@@ -7,7 +7,7 @@ number. Here rows come in any order and number, and each says which ring is its 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,35 +16,19 @@ from jkv.options import AttentionOptions
 from pallas_kernels.bundle.format import ALIGNMENT
 from torch_bridge.launched.attention import Bound, Shape
 from torch_bridge.launched.backend import LaunchedBackend
-from torch_bridge.launched.steps import Placed, _bound, _places, _queue
+from torch_bridge.launched.layer import _bound, _placed
+from torch_bridge.ready import Chain
 from torch_bridge.reference.place import Exact
 from torch_bridge.store import Scheme
 
 if TYPE_CHECKING:
     from torch_bridge.vllm.batch import Singles
 
+# Of the addresses that a call brings: which of them a name stands for.
+_WRITE = ("k", "v", "active", "length", "place", "page", "slots")
+_ATTEND = ("q", "out", "total", "sealed", "place", "block_table")
 _LEAST_ROWS = 1024  # that counts are taken for
 _FORMS = 256  # of operands that a layer remembers, beside those in CUDA graphs
-
-
-class _Write(NamedTuple):
-    k: int
-    v: int
-    active: int
-    length: int
-    place: int
-    page: int
-    slots: int
-
-
-class _Attend(NamedTuple):
-    q: int
-    out: int
-    total: int
-    sealed: int
-    stored: int
-    place: int
-    block_table: int
 
 
 class RowLaunches:
@@ -56,7 +40,7 @@ class RowLaunches:
 
     def __init__(self, backend: LaunchedBackend, scheme: Scheme, options: AttentionOptions, waiting: Tensor | None):
         self._backend, self._scheme, self._options, self._waiting = backend, scheme, options, waiting
-        self._forms: dict[Hashable, list[Placed]] = {}
+        self._forms: dict[Hashable, Chain] = {}
         self._captured: set[Hashable] = set()  # forms whose memory a CUDA graph goes on using
         self._counts: list[Tensor] = []  # of values that were not finite; graphs go on using the old ones
         self._bad: Tensor | None = None
@@ -67,9 +51,9 @@ class RowLaunches:
             return False
         k, v = _whole(k), _whole(v)
         form = ("write", len(k), k.dtype, pool.data_ptr(), self._backend.stream())
-        launches = self._known(form, lambda: self._writing(k, v, pool, rows))
-        found = _Write(*(x.data_ptr() for x in (k, v, rows.active, rows.offset, rows.place, rows.page, rows.slot)))
-        _queue(launches, self._backend.stream(), found)
+        chain = self._known(form, lambda: Chain(_placed(self._writing(k, v, pool, rows), _WRITE)))
+        changing = (k, v, rows.active, rows.offset, rows.place, rows.page, rows.slot)
+        chain.one_by_one(self._backend.stream(), tuple(x.data_ptr() for x in changing))
         if self._waiting is None:
             assert self._bad is not None
             count = len(k) * k.shape[1]
@@ -85,9 +69,9 @@ class RowLaunches:
             return False
         stream = self._backend.stream()
         form = ("attend", q.shape, q.dtype, rows.block_table.shape[1], pool.data_ptr(), stream)
-        launches = self._known(form, lambda: self._attending(q, pool, rows, out, stream))
-        changing = (q, out, rows.total, rows.sealed, rows.sealed, rows.place, rows.block_table)
-        _queue(launches, stream, _Attend(*(x.data_ptr() for x in changing)))
+        chain = self._known(form, lambda: Chain(_placed(self._attending(q, pool, rows, out, stream), _ATTEND)))
+        changing = (q, out, rows.total, rows.sealed, rows.place, rows.block_table)
+        chain.one_by_one(stream, tuple(x.data_ptr() for x in changing))
         return True
 
     def nonfinite(self) -> Tensor:
@@ -95,14 +79,14 @@ class RowLaunches:
         found = [count.sum() for count in self._counts]
         return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.int64)
 
-    def _known(self, form: Hashable, make: Callable[[], list[Placed]]) -> list[Placed]:
+    def _known(self, form: Hashable, make: Callable[[], Chain]) -> Chain:
         """The launches of a form of operands, which are checked and bound when it is first seen."""
         found = self._forms.get(form)
         if found is None:
             if len(self._forms) >= _FORMS + len(self._captured):
                 self._forms = {kept: self._forms[kept] for kept in self._captured}
             found = self._forms[form] = make()
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        if self._backend.is_capturing():
             self._captured.add(form)
         return found
 
@@ -112,7 +96,7 @@ class RowLaunches:
             self._bad = torch.zeros_like(self._counts[-1])
         return self._counts[-1]
 
-    def _writing(self, k: Tensor, v: Tensor, pool: Tensor, rows: Singles) -> list[Placed]:
+    def _writing(self, k: Tensor, v: Tensor, pool: Tensor, rows: Singles) -> list[Bound]:
         count, heads, _ = k.shape
         sizes = {"tokens": count, "pages": count, "blocks": pool.shape[0]}
         some = {"k": k, "v": v, "active": rows.active, "length": rows.offset, "place": rows.place}
@@ -129,7 +113,7 @@ class RowLaunches:
             tail = {"tail_k": self._waiting[0], "tail_v": self._waiting[1], "start": self._backend.rows_of(0, count)}
             some |= {"page": rows.page}
             found += self._through("flush", pool, torch.bfloat16, tail, some, sizes)
-        return [(launch, _places(names, _indices(_Write))) for launch, names in found]
+        return found
 
     def _through(
         self, op: str, pool: Tensor, dtype: torch.dtype, given: dict[str, Tensor], some: Mapping[str, Tensor],
@@ -142,7 +126,7 @@ class RowLaunches:
         given = {"pool": pool, "bad": backend.unasked(launcher, sizes, backend.stream())} | given
         return _bound(launcher, given | {"sizes": backend.sizes(sizes)}, some, sizes)
 
-    def _attending(self, q: Tensor, pool: Tensor, rows: Singles, out: Tensor, stream: int) -> list[Placed]:
+    def _attending(self, q: Tensor, pool: Tensor, rows: Singles, out: Tensor, stream: int) -> list[Bound]:
         q, out, given = q[:, None], out[:, None], {"pool": pool}
         exact, places = Exact(), 0
         if self._waiting is not None:
@@ -152,13 +136,9 @@ class RowLaunches:
         plan = self._backend.attention(self._scheme.description, self._scheme.calib, shape, self._options, stream)
         some = {"q": q, "out": out, "total": rows.total, "sealed": rows.sealed, "stored": rows.sealed}
         some |= {"place": rows.place, "block_table": rows.block_table}
-        return [(launch, _places(names, _indices(_Attend))) for launch, names in plan.ready(given, some)]
+        return plan.ready(given, some)
 
 
 def _whole(x: Tensor) -> Tensor:
     """``x``, or a copy where kernels could not load it: a part of what a layer has made."""
     return x if x.is_contiguous() and not x.data_ptr() % ALIGNMENT else x.clone(memory_format=torch.contiguous_format)
-
-
-def _indices(fields: Any) -> dict[str, int]:
-    return {name: number for number, name in enumerate(fields._fields)}

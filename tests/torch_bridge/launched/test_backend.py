@@ -172,7 +172,8 @@ def test_no_value_leads_outside_the_pool(launched: LaunchedBackend):
             )
             last = torch.full_like(table, pool.shape[0] - 1)
             want = launched.paged_attention(description, calib, q, pool, last, lengths, sealed=lengths, exact=exact)
-            assert torch.equal(out, want)
+            # Bytes: a block that nobody has written may hold what is no number.
+            assert (raw(out.cpu()) == raw(want.cpu())).all()
 
 
 def _assert_equal(got: torch.Tensor, want: torch.Tensor, *counts: torch.Tensor) -> None:

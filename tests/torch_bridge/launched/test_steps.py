@@ -25,10 +25,21 @@ LENGTHS = (0, 1, 31, 32, 33, 100)
 BATCH, LAYERS, STEPS = len(LENGTHS), 2, 20
 
 
-def step(cache: PagedCache, q: Tensor, k: Tensor, v: Tensor, active: Tensor | None = None, **options: Any) -> Tensor:
-    """One token through all layers; ``[layers, B, 1, Hq, D]``."""
+def step(
+    cache: PagedCache,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    active: Tensor | None = None,
+    whole: bool = False,
+    **options: Any,
+) -> Tensor:
+    """One token through all layers, each of them as a ``whole`` or in two parts; ``[layers, B, 1, Hq, D]``."""
     shared, outs = cache.step(active), []
     for layer in range(len(cache.layers)):
+        if whole:
+            outs.append(cache.decode(layer, q, k, v, shared, **options))
+            continue
         cache.append(layer, k, v, shared)
         outs.append(cache.attend(layer, q, pending=shared, **options))
     cache.seal(shared)
@@ -54,7 +65,7 @@ def test_steps_equal_plain_torch(spec: str, dtype: torch.dtype):
         active = None if t % 3 else torch.arange(BATCH) % 4 != t % 4
         some = [x[:, 100 + t : 101 + t] for x in (q, k, v)]
         want = step(plain, *some, active)
-        got = step(launched, *(x.cuda() for x in some), None if active is None else active.cuda()).cpu()
+        got = step(launched, *(x.cuda() for x in some), None if active is None else active.cuda(), t % 4 > 0).cpu()
         assert got.dtype == want.dtype and got.isfinite().all()
         assert (got.float() - want.float()).norm() < 4e-3 * want.float().norm()
     back = moved(launched, "cpu")
@@ -70,10 +81,10 @@ def test_a_cuda_graph_holds_a_step(spec: str):
     cache = empty_like(empty(spec, BATCH, 3), "cuda", "launch")
     q, k, v = (x.cuda() for x in chunk(1))
     inputs = [x[:, :1].clone() for x in (q, k, v)]
-    step(cache, *inputs)  # kernels are loaded and memory is taken
+    step(cache, *inputs, whole=True)  # kernels are loaded and memory is taken
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step(cache, *inputs)
+        out = step(cache, *inputs, whole=True)
     rows.reset(cache)
     mixed = torch.randperm(cache.block_table.numel(), device="cuda").to(torch.int32)
     cache.block_table.copy_(mixed.view(cache.block_table.shape))
@@ -84,7 +95,7 @@ def test_a_cuda_graph_holds_a_step(spec: str):
         for x, new in zip(inputs, some, strict=True):
             x.copy_(new)
         graph.replay()
-        assert torch.equal(out, step(eager, *some))
+        assert torch.equal(out, step(eager, *some, whole=t % 2 > 0))
     for layer, twin in zip(cache.layers, eager.layers, strict=True):
         assert all(torch.equal(x, y) for x, y in zip(layer.tensors, twin.tensors, strict=True))
     assert torch.equal(cache.length, eager.length)
@@ -99,7 +110,7 @@ def test_a_step_is_compiled_whole(spec: str):
     traced, compiled = copy.deepcopy(plain), torch.compile(step, fullgraph=True, backend="aot_eager")
     for t in range(3):
         some = [x[:, 100 + t : 101 + t] for x in (q, k, v)]
-        torch.testing.assert_close(compiled(traced, *some), step(plain, *some))
+        torch.testing.assert_close(compiled(traced, *some, whole=t == 1), step(plain, *some, whole=True))
     assert torch.equal(traced.length, plain.length)
 
 
@@ -109,8 +120,8 @@ def test_what_is_not_finite_is_counted():
         cache = empty_like(empty(spec, 2, LAYERS), "cuda", "launch")
         q, k, v = (x[:2, :1].cuda() for x in chunk(3))
         k[1, 0, 0, 3], v[0, 0] = torch.nan, torch.inf
-        for _ in range(2):
-            step(cache, q, k, v)
+        for whole in (False, True):
+            step(cache, q, k, v, whole=whole)
         assert cache.nonfinite.tolist() == [2 * LAYERS * 128, 2 * LAYERS]
         assert rows.contents(cache, 0, 2)[0].isfinite().all()
 
@@ -168,7 +179,7 @@ def prepared(fake: tuple[LaunchedBackend, Any], spec: str) -> PagedCache:
 @pytest.mark.skipif(GPU, reason="with a GPU the launches are real")
 @pytest.mark.parametrize("spec, each", [("rtn:bits=2,sink=2", 4), ("rtn:bits=2,tail=0", 4), ("rtn:bits=2", 4)])
 def test_a_step_is_a_few_launches(fake: Any, monkeypatch: pytest.MonkeyPatch, spec: str, each: int):
-    """A write, and three launches of attention, a layer; and a flush. Only addresses change from step to step."""
+    """Of the step its numbers; a write and three launches of attention a layer; a flush. Only addresses change."""
     spy, (_, driver) = Spy(monkeypatch), fake
     cache = prepared(fake, spec)
     q, k, v = one(0)
@@ -180,12 +191,61 @@ def test_a_step_is_a_few_launches(fake: Any, monkeypatch: pytest.MonkeyPatch, sp
         some = [x.clone() for x in (q, k, v)]
         assert step(cache, *some).shape == (LAYERS, *q.shape)
         launched = driver.launched[before:]
-        assert len(launched) == each * LAYERS + flushes
+        assert len(launched) == 1 + each * LAYERS + flushes
         assert sum(some[0].data_ptr() in each.addresses for each in launched) == 2 * LAYERS  # prepare and combine
         seen.append([(each.entry, each.grid) for each in launched])
     assert seen[0] == seen[1] and spy.asked == []
     pools = {cache.layers[i].pool.data_ptr() for i in range(LAYERS)}
     assert pools <= {address for each in launched for address in each.addresses}
+
+
+@pytest.mark.skipif(GPU, reason="with a GPU the launches are real")
+@pytest.mark.parametrize("has_graphs", [True, False])
+@pytest.mark.parametrize("spec", ["rtn:bits=2,tail=0", "rtn:bits=2"])
+def test_a_layer_is_one_call(fake: Any, monkeypatch: pytest.MonkeyPatch, spec: str, has_graphs: bool):
+    """The launches of a layer are those of its parts, and a graph is told of what has moved, and of nothing else."""
+    spy, (_, driver) = Spy(monkeypatch), fake
+    driver.has_graphs, cache = has_graphs, prepared(fake, spec)
+    first, flushes = len(driver.graphs), 1 if cache.windows.tail_tokens else 0
+    q, k, v = one(0)
+
+    def launched(q: Tensor, whole: bool = True) -> list[Any]:
+        before = len(driver.launched)
+        step(cache, q, k, v, whole=whole)
+        return driver.launched[before:]
+
+    for _ in range(2):
+        same = launched(q)
+        assert len(same) == 1 + LAYERS * (4 + flushes)
+    parts = launched(q, whole=False)
+    assert sorted(each.entry for each in same) == sorted(each.entry for each in parts)
+    graphs = driver.graphs[first:]
+    assert len(graphs) == (LAYERS if has_graphs else 0) and spy.asked == []
+    for graph in graphs:
+        # Outputs are new tensors, maybe where others were: nothing else has moved.
+        assert len(graph.launches) == 4 + flushes and graph.updates in (0, 1)
+    other, before = q.clone(), [graph.updates for graph in graphs]
+    moved = launched(other)
+    assert sum(other.data_ptr() in each.addresses for each in moved) == 2 * LAYERS  # prepare and combine
+    assert not any(q.data_ptr() in each.addresses for each in moved)
+    for graph, updates in zip(graphs, before, strict=True):
+        assert graph.updates == updates + 2
+    driver.has_graphs = True
+
+
+@pytest.mark.skipif(GPU, reason="with a GPU the launches are real")
+def test_pages_are_flushed_once(fake: Any):
+    """By the layer as a whole, or at the end where tokens came afterwards."""
+    cache, (_, driver) = prepared(fake, "rtn:bits=2"), fake
+    q, k, v = one(0)
+    shared = cache.step()
+    for layer in range(LAYERS):
+        cache.decode(layer, q, k, v, shared)
+    cache.append(1, k, v, shared)
+    before = len(driver.launched)
+    cache.seal(shared)
+    pool = cache.layers[1].pool.data_ptr()
+    assert [pool in each.addresses for each in driver.launched[before:]] == [True]
 
 
 @pytest.mark.skipif(GPU, reason="with a GPU the launches are real")
@@ -238,7 +298,8 @@ def test_new_memory_is_found(fake: Any):
     twin = copy.deepcopy(cache)
     assert twin._prepared is None
     for change in (lambda: rows.grow(cache, 300), lambda: rows.select(cache, [1])):
-        old = cache.layers[1].pool.data_ptr()
+        kept = cache.layers[1].pool
+        old = kept.data_ptr()
         change()
         before = len(driver.launched)
         step(cache, *(x[: cache.batch] for x in (q, k, v)))
