@@ -1,4 +1,4 @@
-"""Write the measured tables of README.md, docs/quality.md and docs/performance.md, and draw docs/roofline.png.
+"""Write the measured tables of README.md and docs/, and draw docs/roofline.png and docs/vllm-decode.png.
 
 Everything comes from the committed results.
 
@@ -16,6 +16,8 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+
+import report_vllm
 
 from jkv.evaluate.table import markdown
 from pallas_kernels.bench.markdown import document
@@ -154,6 +156,11 @@ TABLES = {
     "docs/quality.md": {"bars": bars_table, "rows": rows_table, "ablation": ablation_table},
     "docs/performance.md": {"bench": bench_table},
     "docs/torch.md": {"overhead": overhead_table, "hf": hf_table},
+    "docs/vllm.md": {
+        "decode": report_vllm.decode_table,
+        "eager": report_vllm.eager_table,
+        "kernels": report_vllm.kernel_table,
+    },
 }
 
 
@@ -176,6 +183,7 @@ def main() -> int:
                 path.write_text(text)
     if not args.check:
         plot(load(BENCHES[0]), ROOT / "docs" / "roofline.png")
+        report_vllm.plot(ROOT / "docs" / "vllm-decode.png")
     print(f"{'differ from the results' if args.check else 'rewritten'}: {', '.join(stale) or 'none'}")
     return 1 if args.check and stale else 0
 

@@ -1,0 +1,135 @@
+"""The tables and the picture of docs/vllm.md, from what benchmarks/vllm_decode.py and vllm_kernels.py have measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+LIMIT_MS = 60.0  # of a token, beyond which a batch does not count
+NAMES = {
+    "bf16": "BF16, vLLM's FlashAttention 3",
+    "fp8-fa3": "FP8, vLLM's FlashAttention 3",
+    "fp8": "FP8, vLLM's Triton backend",
+    "ultraquant": "`ultraquant`",
+    "flagrot-kivi": "`flagrot-kivi:bits=2,mode=group`",
+    "flagrot-auto": "`flagrot-auto:bits=2,mode=key`",
+}
+Row = dict[str, Any]
+
+
+def _load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _source(found: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return f"`{found['command']}` on {found['device']}, {versions}, {found['date']}"
+
+
+def best(rows: list[Row], engine: str, context: int, mode: str) -> Row:
+    """The row of most tokens a second within the limit."""
+    found = [
+        row
+        for row in rows
+        if (row["engine"], row["context"], row["mode"]) == (engine, context, mode)
+        and row["ms_per_output_token"] <= LIMIT_MS
+    ]
+    return max(found, key=lambda row: row["output_tokens_per_s"])
+
+
+def decode_table() -> str:
+    """Capacity, and the best throughput within the limit by context."""
+    runs = [_load(name) for name in ("vllm-decode", "vllm-decode-more")]
+    rows = [row for run in runs for row in run["rows"]]
+    engines = {name: made for run in runs for name, made in run["engines"].items()}
+    contexts = sorted({row["context"] for row in rows})
+    head = ["cache", "bytes a token", "tokens of cache", "times BF16"]
+    for context in contexts:
+        head += [f"{context // 1024}k: batch", "ms a token", "tokens/s", "times BF16"]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    for name, title in NAMES.items():
+        made, base = engines[name], engines["bf16"]
+        cells = [title, f"{made['bytes_per_token']:,.0f}", f"{made['cache_tokens']:,}"]
+        cells.append(f"{made['cache_tokens'] / base['cache_tokens']:.2f}")
+        for context in contexts:
+            row, first = (best(rows, engine, context, "graph") for engine in (name, "bf16"))
+            ratio = row["output_tokens_per_s"] / first["output_tokens_per_s"]
+            tokens, full = row["output_tokens_per_s"], " (full)" if row["full"] else ""
+            cells += [f"{row['batch']}{full}", f"{row['ms_per_output_token']:.1f}", f"{tokens:,.0f}", f"{ratio:.2f}"]
+        lines.append(cells)
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{text}\n\nMeasured with {' and '.join(map(_source, runs))}; one machine, one after the other."
+
+
+def eager_table() -> str:
+    """The same engines without CUDA graphs: milliseconds a token at batches that both modes have."""
+    runs = [_load(name) for name in ("vllm-decode", "vllm-decode-more")]
+    rows = [row for run in runs for row in run["rows"]]
+    time = {
+        (row["engine"], row["context"], row["batch"], row["full"], row["mode"]): row["ms_per_output_token"]
+        for row in rows
+    }
+    shapes = [(context, batch) for context in (8192, 32768) for batch in (1, 16, None)]
+    head = ["ms a token: graph / eager", *(f"{c // 1024}k, batch {b or 'full'}" for c, b in shapes)]
+    lines = [head, ["---", *["---:"] * len(shapes)]]
+    for name, title in NAMES.items():
+        cells = [title]
+        for context, batch in shapes:
+            size = batch or next(b for e, c, b, full, _ in time if (e, c, full) == (name, context, True))
+            pair = (time[name, context, size, batch is None, mode] for mode in ("graph", "eager"))
+            cells.append(" / ".join(f"{ms:.1f}" for ms in pair))
+        lines.append(cells)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def kernel_table() -> str:
+    """Decode kernels at op level: milliseconds by context, and how much faster ours are."""
+    found = _load("vllm-kernels")
+    rows = {(row["kernel"], row["context"]): row["ms"] for row in found["rows"] if "ms" in row}
+    contexts = sorted({context for _, context in rows})
+    kernels = list(dict.fromkeys(kernel for kernel, _ in rows))
+    lines = [["kernel, ms", *(f"{context // 1024}k" for context in contexts)], ["---", *["---:"] * len(contexts)]]
+    for kernel in kernels:
+        title = kernel if kernel.startswith("vllm") else f"`{kernel}`"
+        lines.append([title, *(f"{rows[kernel, context]:.3f}" for context in contexts)])
+    pairs = (
+        ("turboquant:bits=4", ["vllm turboquant_4bit_nc"]),
+        ("rtn:bits=4", ["vllm int4_per_token_head", "vllm int4_per_token_head, split"]),
+    )
+    for own, theirs in pairs:
+        cells = [f"`{own}`: times faster than {theirs[0]}"]
+        cells += [f"{min(rows[other, c] for other in theirs) / rows[own, c]:.1f}" for c in contexts]
+        lines.append(cells)
+    heads = found["heads"]
+    shape = f"batch 32, {heads['query']}/{heads['kv']} heads, head_dim {heads['head_dim']}"
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nMeasured with {_source(found)}; {shape}."
+
+
+def plot(path: Path, context: int = 32768) -> None:
+    """Throughput against time a token at one context, a line an engine."""
+    from matplotlib.figure import Figure
+
+    rows = [row for name in ("vllm-decode", "vllm-decode-more") for row in _load(name)["rows"]]
+    figure = Figure(figsize=(7.5, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    styles = {"bf16": ("0.35", "o-"), "fp8-fa3": ("0.55", "s-"), "fp8": ("0.7", "^-")}
+    colours = {"ultraquant": "tab:blue", "flagrot-kivi": "tab:green", "flagrot-auto": "tab:red"}
+    for name, title in NAMES.items():
+        own = [row for row in rows if (row["engine"], row["context"], row["mode"]) == (name, context, "graph")]
+        own.sort(key=lambda row: row["batch"])
+        colour, style = styles.get(name, (colours.get(name, "black"), "o-"))
+        axes.plot(
+            [row["ms_per_output_token"] for row in own], [row["output_tokens_per_s"] for row in own], style,
+            color=colour, label=title.strip("`").split(":")[0], markersize=4,
+        )  # fmt: skip
+        axes.annotate(
+            f"{own[-1]['batch']}", (own[-1]["ms_per_output_token"], own[-1]["output_tokens_per_s"]), fontsize=8,
+            textcoords="offset points", xytext=(4, 4), color=colour,
+        )  # fmt: skip
+    axes.axvline(LIMIT_MS, color="0.8", linestyle=":")
+    axes.set(xlabel="ms per output token", ylabel="output tokens per second", xlim=(0, None), ylim=(0, None))
+    axes.set_title(f"Qwen3-8B shape on one H200, {context // 1024}k tokens a request, up to full memory", fontsize=10)
+    axes.legend(fontsize=8, loc="upper right", bbox_to_anchor=(1.0, 0.75))
+    figure.savefig(path, dpi=130)
