@@ -65,7 +65,7 @@ def operands(kernel: Launcher, library: Library, shared: dict[str, Tensor]) -> l
 
 
 def launches(library: Library, scheme: str) -> dict[str, dict[str, float]]:
-    """Microseconds of each launch of an attention step, and of quantizing a page: with its operands looked at, as the ops
+    """Microseconds of each launch of an attention step, and of quantizing a page: with its operands looked at, as ops
     launch, and with all of them bound, as a paged cache does."""
     facts = {"spec": scheme, "head_dim": DIM, "num_kv_heads": HEADS}
     shared: dict[str, Tensor] = {}
@@ -113,7 +113,7 @@ def calibrated(scheme: str, layers: int) -> list[Bound]:
 
 
 def token(scheme: str, layers: int, implementation: str) -> dict[str, float]:
-    """Milliseconds of decoding a token of a batch in all layers: the host's, with each layer as a whole and by its parts
+    """Milliseconds of decoding a token of a batch in all layers: the host's, by layers as a whole and by their parts
     (attention alone among them), and those of a CUDA graph that has everything."""
     cache = PagedCache(
         describe_layers(scheme, DIM, layers), calibrated(scheme, layers), batch=BATCH, max_tokens=WIDTH * 64,

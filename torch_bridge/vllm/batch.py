@@ -49,6 +49,14 @@ class Singles(NamedTuple):
     slot: Tensor
 
 
+NUMBERS = ("sealed", "place", "offset", "page", "active", "slot")
+
+
+def singles_of(block_table: Tensor, total: Tensor, live: Tensor, numbers: Tensor) -> Singles:
+    """Rows of one token from their :data:`NUMBERS`, ``int32[6, R]``."""
+    return Singles(block_table, total, live=live, **dict(zip(NUMBERS, numbers.unbind(), strict=True)))
+
+
 class Chunk(NamedTuple):
     """Rows of at most ``steps`` tokens, padded: ``token[B, steps]`` are their tokens in the step, ``back`` where the
     results of ``into`` lie among ``B * steps``. ``before[B]`` tokens are cached, the first ``sealed[B]`` in pages,
@@ -95,16 +103,18 @@ class Rest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """A step of one group of layers. ``live: bool[tokens]`` says which tokens are none of padding."""
+    """A step of one group of layers. ``live: bool[tokens]`` says which tokens are none of padding; ``numbers`` are what
+    ``singles`` has, in one piece."""
 
     tokens: int
     slot_mapping: Tensor
     live: Tensor
     singles: Singles | None
-    chunks: tuple[Chunk, ...]
-    prompts: tuple[Prompt, ...]
-    pages: Pages | None
-    rest: Rest | None
+    numbers: Tensor | None = None
+    chunks: tuple[Chunk, ...] = ()
+    prompts: tuple[Prompt, ...] = ()
+    pages: Pages | None = None
+    rest: Rest | None = None
 
     @property
     def is_decoding(self) -> bool:

@@ -54,7 +54,7 @@ class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
         where = "" if self.slots is None else f", {self.slots.count} unfinished pages in BF16"
         logging.getLogger("vllm.jkv").info("jkv serves attention layers: %s%s", found, where)
         most = max(rows, *(vllm_config.compilation_config.cudagraph_capture_sizes or (0,)))
-        self._kept = Persistent(most) if device.type == "cuda" else None
+        self._kept = Persistent(most, device) if device.type == "cuda" else None
         self._steps, self._lost = 0, torch.zeros((), dtype=torch.int64)
         if device.type != "cpu":
             self._lost = self._lost.pin_memory()

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
-from torch_bridge.vllm.batch import Singles, Step
+from pallas_kernels.bundle.format import ALIGNMENT
+from torch_bridge.vllm.batch import NUMBERS, Step, singles_of
 
-_OWN = ("sealed", "place", "offset", "page", "live", "active", "slot")  # lengths and block tables are the engine's
+_ALIGNED = ALIGNMENT // 4  # int32 from one aligned address to the next
 
 
 class Persistent:
-    """Memory for what rows of one token need, of ``rows`` rows at most."""
+    """Memory for what rows of one token need, of ``rows`` rows at most. Lengths and block tables are the engine's."""
 
-    def __init__(self, rows: int):
+    def __init__(self, rows: int, device: torch.device | str):
         self._rows = rows
-        self._kept: dict[str, Tensor] = {}
+        padded = -(-rows // _ALIGNED) * _ALIGNED
+        self._numbers = torch.zeros(len(NUMBERS), padded, dtype=torch.int32, device=device)
+        self._live = torch.zeros(padded, dtype=torch.bool, device=device)
 
     def hold(self, step: Step) -> Step:
         """The step with its values in this memory, where it has rows of one token; those of the last step are gone."""
-        if step.singles is None or len(step.singles.live) > self._rows:
+        if step.singles is None or step.numbers is None or len(step.singles.live) > self._rows:
             return step
-        rows = step.singles
-        singles = Singles(**rows._asdict() | {name: self._put(name, getattr(rows, name)) for name in _OWN})
-        live = singles.live if step.live.shape == rows.live.shape else step.live
-        return dataclasses.replace(step, singles=singles, live=live)
-
-    def _put(self, name: str, value: Tensor) -> Tensor:
-        if name not in self._kept:
-            self._kept[name] = value.new_zeros(self._rows)
-        held = self._kept[name][: len(value)]
-        held.copy_(value)
-        return held
+        rows, count = step.singles, len(step.singles.live)
+        numbers, live = self._numbers[:, :count], self._live[:count]
+        numbers.copy_(step.numbers)
+        live.copy_(rows.live)
+        singles = singles_of(rows.block_table, rows.total, live, numbers)
+        same: Tensor = live if step.live.shape == live.shape else step.live
+        return dataclasses.replace(step, singles=singles, numbers=numbers, live=same)

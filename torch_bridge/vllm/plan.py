@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jkv.units import PAGE_TOKENS
-from torch_bridge.vllm.batch import Batch, Singles, Step
+from torch_bridge.vllm.batch import NUMBERS, Batch, Step, singles_of
 from torch_bridge.vllm.chunks import Rows, chunks_of, pages_of, prompts_of, rest_of
 from torch_bridge.vllm.slots import Slots, entries
 
@@ -26,6 +26,8 @@ def plan(batch: Batch, slots: Slots | None, idle: bool = False) -> Step:
     """
     single = leading_singles(batch.counts)
     alone = single == len(batch.counts)
+    if alone and (slots is None or slots.depth == 1):
+        return _decoding(batch, slots, idle)
     total = batch.lengths.to(torch.int64)
     # Padding behind rows of one token has a length of 0 and may count 0: nothing of it is live.
     count = torch.ones_like(total) if alone else on_device(batch.counts, total)
@@ -42,31 +44,59 @@ def plan(batch: Batch, slots: Slots | None, idle: bool = False) -> Step:
         place = slots.assign(begin, total, live, entry) * slots.depth
         sealed = here * PAGE_TOKENS
     rows = Rows(batch, single, begin, total, live, sealed, place, slots)
-    singles = None
+    singles, numbers = None, None
     if single:
         full = live & (total % PAGE_TOKENS == 0)
-        values = (
-            batch.lengths,
-            (total if slots is None else sealed).to(torch.int32),
-            rows.place_of(begin).to(torch.int32),
-            (begin % PAGE_TOKENS).to(torch.int32),
-            torch.where(full, entry[:, 2], -1).to(torch.int32),
-            live,
-            live.to(torch.int32),
-            torch.where(live, slot, -1).to(torch.int32),
-        )
-        singles = Singles(batch.block_table[:single], *(x[:single] for x in values))
+        values = {
+            "sealed": total if slots is None else sealed,
+            "place": rows.place_of(begin),
+            "offset": begin % PAGE_TOKENS,
+            "page": torch.where(full, entry[:, 2], -1),
+            "active": live,
+            "slot": torch.where(live, slot, -1),
+        }
+        numbers = torch.stack([values[name][:single].to(torch.int32) for name in NUMBERS])
+        singles = singles_of(batch.block_table[:single], batch.lengths[:single], live[:single], numbers)
     tokens = single if alone else sum(batch.counts)
     return Step(
         tokens=tokens,
         slot_mapping=batch.slot_mapping[:tokens],
         live=live if alone else torch.repeat_interleave(live, count, output_size=tokens),
         singles=singles,
+        numbers=numbers,
         chunks=chunks_of(rows),
         prompts=prompts_of(rows),
         pages=None if slots is None or alone else pages_of(rows),
         rest=None if slots is None or alone else rest_of(rows),
     )
+
+
+def _decoding(batch: Batch, slots: Slots | None, idle: bool) -> Step:
+    """A step of rows of one token: where a token goes says in which physical page and where in it.
+
+    An engine waits for these operations before every step, so there are few of them.
+    """
+    rows = len(batch.counts)
+    total, token = batch.lengths.to(torch.int64), batch.slot_mapping[:rows]
+    live = (token >= batch.block_tokens) & (total > 0)  # the null block is nobody's
+    if idle:
+        live = torch.zeros_like(live)
+    token = torch.where(live, token, -1)
+    offset = token % PAGE_TOKENS
+    if slots is None:
+        place = torch.zeros_like(token)
+        values = {"sealed": total, "place": place, "offset": offset, "page": torch.full_like(token, -1)}
+    else:
+        values = {
+            "sealed": (total - 1 - offset).clamp(min=0),
+            "place": slots.advance(token, live),
+            "offset": offset,
+            "page": torch.where(live & (offset == PAGE_TOKENS - 1), token // PAGE_TOKENS, -1),
+        }
+    values |= {"active": live.to(torch.int64), "slot": token}
+    numbers = torch.stack([values[name] for name in NUMBERS]).to(torch.int32)
+    singles = singles_of(batch.block_table, batch.lengths, live, numbers)
+    return Step(rows, batch.slot_mapping[:rows], live, singles, numbers)
 
 
 def leading_singles(counts: Sequence[int]) -> int:

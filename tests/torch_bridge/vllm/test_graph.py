@@ -73,7 +73,7 @@ def test_decoding_inside_a_graph(spec, same_stream):
     q = torch.zeros(most, HEADS * GROUP, DIM, dtype=torch.bfloat16, device=DEVICE)
     k, v = (torch.zeros(most, HEADS, DIM, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
     out = torch.zeros_like(q)
-    kept = Persistent(most)
+    kept = Persistent(most, DEVICE)
     batch = Batch([0] * most, lengths, None, table, slots, made.block_tokens)
 
     def forward(step) -> None:

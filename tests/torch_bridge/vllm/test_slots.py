@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 import torch
 
@@ -73,6 +76,55 @@ def test_two_pages_are_enough_to_take_tokens_back(rejected):
     assert assign(slots, (10, 27, 36)) == [slot]  # nine tokens, of which some are rejected
     assert assign(slots, (10, 36 - rejected, 40)) == [slot]
     assert int(slots.lost) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_steps_of_one_token_go_on_with_what_others_have_begun(seed):
+    """Requests come with a prompt, decode, wait for a while, end and give their pages to others: within a page a request
+    stays in its slot, alone, and nobody is lost."""
+    chance = random.Random(seed)
+    slots, pages = Slots(5, 1, "cpu"), list(range(1, 60))
+    running: list[dict[str, Any]] = []
+    for _ in range(400):
+        if len(running) < 5 and chance.random() < 0.2 and len(pages) > 8:
+            running.append({"pages": [pages.pop(chance.randrange(len(pages)))], "length": 0, "slot": None})
+        active = [request for request in running if chance.random() < 0.8]
+        chunk = any(request["length"] == 0 for request in active)
+        counts = [chance.choice([1, 7, 32, 45]) if request["length"] == 0 else 1 for request in active]
+        for request, count in zip(active, counts, strict=True):
+            while len(request["pages"]) * 32 < request["length"] + count:
+                request["pages"].append(pages.pop(chance.randrange(len(pages))))
+        before = [request["length"] for request in active]
+        if active and chunk:
+            after = [begin + count for begin, count in zip(before, counts, strict=True)]
+            found = _assigned(slots, active, before, after)
+        elif active:
+            places = [
+                (request["pages"][begin // 32] * 32 + begin % 32) for request, begin in zip(active, before, strict=True)
+            ]
+            token = torch.tensor([*places, -1])
+            *found, spare = slots.advance(token, token >= 0).tolist()
+            assert spare == slots.count
+        else:
+            continue
+        assert len(set(found)) == len(found) and int(slots.lost) == 0
+        for request, slot, begin, count in zip(active, found, before, counts, strict=True):
+            assert not begin % 32 or slot == request["slot"]
+            request["slot"], request["length"] = slot, begin + count
+            last = request["length"] - 1
+            assert int(slots.owner[slot]) == request["pages"][last // 32]
+            assert int(slots.held[slot]) == last % 32 + 1
+        for request in [request for request in running if request["length"] > 100 or chance.random() < 0.02]:
+            running.remove(request)
+            pages += request["pages"]
+    assert (slots.owner[slots.padding :] == NOTHING).all()
+
+
+def _assigned(slots: Slots, rows: list[dict[str, Any]], before: list[int], after: list[int]) -> list[int]:
+    begin, end = torch.tensor(before), torch.tensor(after)
+    table = torch.tensor([row["pages"] + [0] * (20 - len(row["pages"])) for row in rows], dtype=torch.int32)
+    entry = entries(table, torch.stack([begin // 32 - 1, begin // 32, (end - 1) // 32], dim=1), 32)
+    return slots.assign(begin, end, torch.ones(len(rows), dtype=torch.bool), entry).tolist()
 
 
 def test_sizes_in_closed_form():
