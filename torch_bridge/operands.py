@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from jkv.errors import JkvError
@@ -98,3 +99,10 @@ def _form(x: Any) -> Any:
     if isinstance(x, list | tuple):
         return tuple(map(_form, x))
     return x
+
+
+def entries_of(entry: Tensor) -> Tensor:
+    """Slots or pages as kernels take them, int32. What that does not hold is beyond every pool, and stays so."""
+    if entry.dtype is torch.int64:
+        entry = entry.clamp(-1, torch.iinfo(torch.int32).max)
+    return entry.to(torch.int32)

@@ -13,6 +13,7 @@ from tests import cases
 from tests.torch_bridge.bridge import side
 from torch_bridge.binding import bind_layers
 from torch_bridge.describe import describe
+from torch_bridge.operands import entries_of
 from torch_bridge.reference import (
     Exact,
     dequantize_pages,
@@ -185,3 +186,9 @@ def test_blocks_and_queries_elsewhere():
     refused(dequantize_pages, "block_table of shape .* and dtype float32", block_table=torch.zeros(1, 2), **both)
     with pytest.raises(JkvError, match=r"^q .* a multiple of 3 query heads"):
         prepare_query(made["description"], made["calib"], made["q"], 3)
+
+
+def test_entries_beyond_int32_stay_beyond_every_pool():
+    given = torch.tensor([0, 7, -1, -5, 2**31 - 1, 2**31, 2**32 + 5, -(2**32) + 5, 2**63 - 1])
+    assert entries_of(given).tolist() == [0, 7, -1, -1, *[2**31 - 1] * 3, -1, 2**31 - 1]
+    assert entries_of(torch.tensor([3, -9], dtype=torch.int32)).tolist() == [3, -9]

@@ -27,7 +27,7 @@ from pallas_kernels.query import prepare_copies
 from torch_bridge.checks import check_below, check_blocks
 from torch_bridge.description import Description
 from torch_bridge.dlpack import ALIGNMENT, to_jax, to_torch
-from torch_bridge.operands import Calibs
+from torch_bridge.operands import Calibs, entries_of
 from torch_bridge.reference.place import Exact, Pair
 from torch_bridge.reference.ring import append_tail as append_tail  # no kernel: torch's own operations
 
@@ -51,7 +51,7 @@ def write_kv(
     check_below("slot_mapping", slot_mapping, pool.shape[0] * _pages(description, pool) * PAGE_TOKENS)
     if not k.shape[0]:
         return torch.zeros(pool.shape[1], 0, dtype=torch.int32, device=pool.device)
-    arrays = (_array(x) for x in (k, v, pool, _skipping(slot_mapping)))
+    arrays = (_array(x) for x in (k, v, pool, entries_of(slot_mapping)))
     made, bad = write.write(scheme_of(description), _calib(calib), *arrays)
     pool.copy_(to_torch(made))
     return to_torch(bad)
@@ -61,7 +61,7 @@ def write_pages(description: Description, calib: Calibs, k: Tensor, v: Tensor, p
     check_below("page", page, pool.shape[0] * _pages(description, pool))
     if not k.shape[0]:
         return torch.zeros(pool.shape[1], 0, dtype=torch.int32, device=pool.device)
-    arrays = (_array(x) for x in (k, v, pool, _skipping(page)))
+    arrays = (_array(x) for x in (k, v, pool, entries_of(page)))
     made, bad = flush.write_pages(scheme_of(description), _calib(calib), *arrays)
     pool.copy_(to_torch(made))
     return to_torch(bad)
@@ -72,7 +72,7 @@ def flush_group(
 ) -> None:
     check_below("start", start, tail_k.shape[2] - PAGE_TOKENS + 1)
     check_below("page", page, pool.shape[0] * _pages(description, pool))
-    arrays = (_array(x) for x in (tail_k, tail_v, pool, start, _skipping(page)))
+    arrays = (_array(x) for x in (tail_k, tail_v, pool, start, entries_of(page)))
     pool.copy_(to_torch(flush.flush(scheme_of(description), _calib(calib), *arrays)))
 
 
@@ -158,8 +158,3 @@ def _options(options: AttentionOptions | None) -> KernelOptions:
     if options is None:
         return KernelOptions()
     return KernelOptions(options.softcap, options.window, _optional(options.sink_logits), options.scale)
-
-
-def _skipping(entry: Tensor) -> Tensor:
-    """Entries as int32; what is skipped stays negative."""
-    return entry.clamp(min=-1).to(torch.int32)

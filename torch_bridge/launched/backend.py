@@ -23,7 +23,7 @@ from torch_bridge.launched.chunks import MOST_STEPS, padded
 from torch_bridge.launched.steps import Steps
 from torch_bridge.launcher import Launcher
 from torch_bridge.level_table import level_table
-from torch_bridge.operands import Calibs
+from torch_bridge.operands import Calibs, entries_of
 from torch_bridge.reference.place import Exact
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class LaunchedBackend:
         self, description: Description, calib: Calibs, k: Tensor, v: Tensor, pool: Tensor, slot_mapping: Tensor
     ) -> Tensor:
         bad = torch.zeros(pool.shape[1], k.shape[0], dtype=torch.int32, device=pool.device)
-        given = {"k": k, "v": v, "pool": pool, "slots": slot_mapping.to(torch.int32), "bad": bad}
+        given = {"k": k, "v": v, "pool": pool, "slots": entries_of(slot_mapping), "bad": bad}
         self._write("write", description, calib, given, {"tokens": k.shape[0], "blocks": pool.shape[0]}, k.dtype)
         return bad
 
@@ -64,7 +64,7 @@ class LaunchedBackend:
     ) -> Tensor:
         bad = torch.zeros(pool.shape[1], k.shape[0], dtype=torch.int32, device=pool.device)
         start = torch.zeros_like(page, dtype=torch.int32)
-        given = {"k": k, "v": v, "pool": pool, "page": page.to(torch.int32), "start": start, "bad": bad}
+        given = {"k": k, "v": v, "pool": pool, "page": entries_of(page), "start": start, "bad": bad}
         self._write("write_pages", description, calib, given, {"pages": k.shape[0], "blocks": pool.shape[0]}, k.dtype)
         return bad
 
@@ -74,7 +74,7 @@ class LaunchedBackend:
     ) -> None:  # fmt: skip
         sizes = {"pages": tail_k.shape[0], "blocks": pool.shape[0]}
         given = {"tail_k": tail_k, "tail_v": tail_v, "pool": pool}
-        given |= {"start": start.to(torch.int32), "page": page.to(torch.int32)}
+        given |= {"start": start.to(torch.int32), "page": entries_of(page)}
         self._write("flush", description, calib, given, sizes, torch.bfloat16, tail_k.shape[2])
 
     def append_tail(

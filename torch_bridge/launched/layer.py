@@ -58,7 +58,7 @@ class Layer:
         k, v = k.contiguous(), v.contiguous()
         if not self._writes(k, v):
             return False
-        chain = self._known(("append", k.dtype), lambda: Chain(_placed(self._appending(k, v, step), _KV)))
+        chain = self._known(("append", k.dtype), lambda: Chain(placed(self._appending(k, v, step), _KV)))
         chain.one_by_one(self._backend.stream(), self._places_of(k, v, step))
         return True
 
@@ -68,7 +68,7 @@ class Layer:
             return None
         stream = self._backend.stream()
         form = ("attend", *_form_of(q, options, stream))
-        chain = self._known(form, lambda: Chain(_placed(self._attending(q, step, options, stream), _QUERY)))
+        chain = self._known(form, lambda: Chain(placed(self._attending(q, step, options, stream), _QUERY)))
         out = torch.empty_like(q)
         chain.one_by_one(stream, (q.data_ptr(), out.data_ptr(), step.total.data_ptr(), step.sealed.data_ptr()))
         return out
@@ -81,7 +81,7 @@ class Layer:
 
         def make() -> Chain:
             launches = [*self._appending(k, v, step), *self._attending(q, step, options, stream)]
-            return Chain(_placed(launches + self._flushing(step), (*_KV, *_QUERY, *_FLUSH)))
+            return Chain(placed(launches + self._flushing(step), (*_KV, *_QUERY, *_FLUSH)))
 
         chain = self._known(("decode", k.dtype, *_form_of(q, options, stream)), make)
         out = torch.empty_like(q)
@@ -96,7 +96,7 @@ class Layer:
 
     def flush(self, step: Step) -> None:
         """Quantize the page that is full, from the ring."""
-        chain = self._known(("flush",), lambda: Chain(_placed(self._flushing(step), _FLUSH)))
+        chain = self._known(("flush",), lambda: Chain(placed(self._flushing(step), _FLUSH)))
         chain.one_by_one(self._backend.stream(), _pages_of(step))
 
     def _writes(self, k: Tensor, v: Tensor) -> bool:
@@ -157,7 +157,7 @@ class Layer:
         op_checks.append_tail(k, v, tail, sinks, nonfinite, length, mean, None)
         launcher, self._every = self._backend.keeper(k.dtype, tail, sinks, mean)
         given = {"tail": tail, "sinks": sinks, "length": length, "nonfinite": nonfinite}
-        return _bound(launcher, given, {"k": k, "v": v, "active": self._every}, {"tokens": k.shape[0]})
+        return bound_launch(launcher, given, {"k": k, "v": v, "active": self._every}, {"tokens": k.shape[0]})
 
     def _flushing(self, step: Step) -> list[Bound]:
         (pool, tail, _), start, page = self._memory, step.start, step.page
@@ -175,10 +175,10 @@ class Layer:
         sizes = sizes | {"blocks": pool.shape[0]}
         launcher = self._backend.writer(op, scheme.description, scheme.calib, pool, dtype)
         given = {"pool": pool, "bad": self._backend.unasked(launcher, sizes, self._backend.stream())} | given
-        return _bound(launcher, given | {"sizes": self._backend.sizes(sizes)}, some, sizes)
+        return bound_launch(launcher, given | {"sizes": self._backend.sizes(sizes)}, some, sizes)
 
 
-def _bound(
+def bound_launch(
     launcher: Launcher, given: Mapping[str, Tensor], some: Mapping[str, Tensor], sizes: Mapping[str, int]
 ) -> list[Bound]:
     """A launch with what stays bound, of operands like ``some``."""
@@ -196,6 +196,6 @@ def _pages_of(step: Step) -> tuple[int, int]:
     return (0, 0) if start is None or page is None else (start.data_ptr(), page.data_ptr())
 
 
-def _placed(launches: list[Bound], given: tuple[str, ...]) -> list[Placed]:
+def placed(launches: list[Bound], given: tuple[str, ...]) -> list[Placed]:
     """Launches with the places, among what a call is given, of the operands that they name."""
     return [(launch, tuple(given.index(_ALIASES.get(name, name)) for name in names)) for launch, names in launches]

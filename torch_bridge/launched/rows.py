@@ -16,7 +16,7 @@ from jkv.options import AttentionOptions
 from pallas_kernels.bundle.format import ALIGNMENT
 from torch_bridge.launched.attention import Bound, Shape
 from torch_bridge.launched.backend import LaunchedBackend
-from torch_bridge.launched.layer import _bound, _placed
+from torch_bridge.launched.layer import bound_launch, placed
 from torch_bridge.ready import Chain
 from torch_bridge.reference.place import Exact
 from torch_bridge.store import Scheme
@@ -51,7 +51,7 @@ class RowLaunches:
             return False
         k, v = _whole(k), _whole(v)
         form = ("write", len(k), k.dtype, pool.data_ptr(), self._backend.stream())
-        chain = self._known(form, lambda: Chain(_placed(self._writing(k, v, pool, rows), _WRITE)))
+        chain = self._known(form, lambda: Chain(placed(self._writing(k, v, pool, rows), _WRITE)))
         changing = (k, v, rows.active, rows.offset, rows.place, rows.page, rows.slot)
         chain.one_by_one(self._backend.stream(), tuple(x.data_ptr() for x in changing))
         if self._waiting is None:
@@ -69,7 +69,7 @@ class RowLaunches:
             return False
         stream = self._backend.stream()
         form = ("attend", q.shape, q.dtype, rows.block_table.shape[1], pool.data_ptr(), stream)
-        chain = self._known(form, lambda: Chain(_placed(self._attending(q, pool, rows, out, stream), _ATTEND)))
+        chain = self._known(form, lambda: Chain(placed(self._attending(q, pool, rows, out, stream), _ATTEND)))
         changing = (q, out, rows.total, rows.sealed, rows.place, rows.block_table)
         chain.one_by_one(stream, tuple(x.data_ptr() for x in changing))
         return True
@@ -109,7 +109,7 @@ class RowLaunches:
             sizes["places"] = self._waiting.shape[1]
             launcher = self._backend.placer(k.dtype, self._waiting, self._scheme.mean)
             kept = self._counted(max(_LEAST_ROWS, count), pool.device)[:count]
-            found = _bound(launcher, {"nonfinite": kept, "sizes": self._backend.sizes(sizes)}, some, sizes)
+            found = bound_launch(launcher, {"nonfinite": kept, "sizes": self._backend.sizes(sizes)}, some, sizes)
             tail = {"tail_k": self._waiting[0], "tail_v": self._waiting[1], "start": self._backend.rows_of(0, count)}
             some |= {"page": rows.page}
             found += self._through("flush", pool, torch.bfloat16, tail, some, sizes)
@@ -124,7 +124,7 @@ class RowLaunches:
         placed = self._waiting is not None
         launcher = backend.writer(op, scheme.description, scheme.calib, pool, dtype, placed=placed)
         given = {"pool": pool, "bad": backend.unasked(launcher, sizes, backend.stream())} | given
-        return _bound(launcher, given | {"sizes": backend.sizes(sizes)}, some, sizes)
+        return bound_launch(launcher, given | {"sizes": backend.sizes(sizes)}, some, sizes)
 
     def _attending(self, q: Tensor, pool: Tensor, rows: Singles, out: Tensor, stream: int) -> list[Bound]:
         q, out, given = q[:, None], out[:, None], {"pool": pool}

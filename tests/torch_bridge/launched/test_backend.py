@@ -155,7 +155,7 @@ def test_no_value_leads_outside_the_pool(launched: LaunchedBackend):
     whole = torch.full((4, HEADS, PER_BLOCK * description.page.nbytes), 0xA5, dtype=torch.uint8, device=DEVICE)
     half, before = whole[:2], whole.clone()
     k, v = (x.to(torch.bfloat16).flatten(0, 1)[:96].to(DEVICE) for x in (rows.k, rows.v))
-    beyond = torch.tensor([2 * BLOCK_TOKENS, 4 * BLOCK_TOKENS - 1, 2**31 - 1, -(2**31)], device=DEVICE)
+    beyond = torch.tensor([2 * BLOCK_TOKENS, 4 * BLOCK_TOKENS - 1, 2**31 - 1, 2**32 + 1], device=DEVICE)
     launched.write_kv(description, calib, k, v, half, beyond.repeat(24))
     page = torch.tensor([2 * PER_BLOCK, 2**31 - 1, -1], device=DEVICE)
     pages = [x.unflatten(0, (3, PAGE_TOKENS)) for x in (k, v)]

@@ -80,7 +80,7 @@ def test_two_pages_are_enough_to_take_tokens_back(rejected):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_steps_of_one_token_go_on_with_what_others_have_begun(seed):
-    """Requests come with a prompt, decode, wait for a while, end and give their pages to others: within a page they stay
+    """Requests come with a prompt, decode, wait a while, end and give their pages to others: within a page they stay
     in their slots, alone, and nobody is lost."""
     chance = random.Random(seed)
     slots, pages = Slots(5, 1, "cpu"), list(range(1, 60))
