@@ -14,6 +14,21 @@ settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--optimized",
+        action="store_true",
+        help="let XLA optimize what it compiles, as for users: a fifth slower",
+    )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _compile_quickly(request: pytest.FixtureRequest) -> None:
+    """Most functions here run once, and compiling them takes the time. Kernels for a GPU are another matter."""
+    quick = not request.config.getoption("--optimized") and jax.default_backend() == "cpu"
+    jax.config.update("jax_disable_most_optimizations", quick)
+
+
 @pytest.fixture(scope="session")
 def demo_model():
     """The demo model, fetched on first use; a test that takes it carries `@pytest.mark.demo`."""
