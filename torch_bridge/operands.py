@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from jkv.errors import JkvError
+from pallas_kernels.bundle.format import ALIGNMENT
 from torch_bridge.checks import calib_shapes
 from torch_bridge.description import Description, from_json
 
@@ -106,3 +107,8 @@ def entries_of(entry: Tensor) -> Tensor:
     if entry.dtype is torch.int64:
         entry = entry.clamp(-1, torch.iinfo(torch.int32).max)
     return entry.to(torch.int32)
+
+
+def padded_to_alignment(count: int) -> int:
+    """``count`` int32 and some more, so that what follows them lies where kernels can load it."""
+    return -(-4 * count // ALIGNMENT) * ALIGNMENT // 4

@@ -98,8 +98,7 @@ class LaunchedBackend:
         def make() -> tuple[Launcher, Tensor]:
             facts: dict[str, Any] = {"head_dim": dim, "num_kv_heads": heads, "tail": width, "sinks": sinks.shape[3]}
             kernel = self._library.kernel("append", dtype=str(dtype).removeprefix("torch."), **facts)
-            lost = torch.zeros(heads, dim, device=tail.device) if mean is None else _aligned(mean.to(torch.float32))
-            bound = {"sizes": self._library.sizes({"tokens": batch}), "mean": lost}
+            bound = {"sizes": self._library.sizes({"tokens": batch}), "mean": _lost(mean, tail)}
             return kernel.bind(bound), torch.ones(batch, dtype=torch.int32, device=tail.device)
 
         where = ("append", tail.shape, sinks.shape[3], dtype, None if mean is None else (mean.data_ptr(), mean.dtype))
@@ -113,8 +112,7 @@ class LaunchedBackend:
         def make() -> Launcher:
             facts: dict[str, Any] = {"head_dim": dim, "num_kv_heads": heads, "tail": width, "placed": True}
             kernel = self._library.kernel("append", dtype=str(dtype).removeprefix("torch."), **facts)
-            lost = torch.zeros(heads, dim, device=rings.device) if mean is None else _aligned(mean.to(torch.float32))
-            return kernel.bind({"tail": rings, "mean": lost})
+            return kernel.bind({"tail": rings, "mean": _lost(mean, rings)})
 
         found: Launcher = self._made(("placed", rings.data_ptr(), rings.shape, dtype), (rings, mean), make)
         return found
@@ -248,6 +246,13 @@ def _named(calib: Calibs) -> dict[str, Tensor]:
     """One layer's arrays as kernels name them."""
     found = {f"{side}/{name}": _aligned(a) for side in ("k", "v") for name, a in calib[side].items()}
     return found | {f"{name[0]}/table": level_table(a) for name, a in found.items() if name.endswith("/levels")}
+
+
+def _lost(mean: Tensor | None, rings: Tensor) -> Tensor:
+    """What keys lose on their way into ``rings[2, N, H, W, D]``, ``[H, D]``: zeros where the scheme does not centre."""
+    if mean is None:
+        return torch.zeros(rings.shape[2], rings.shape[4], device=rings.device)
+    return _aligned(mean.to(torch.float32))
 
 
 def _aligned(a: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch_bridge.launched.attention import Bound, Shape
 from torch_bridge.launcher import Launcher
 from torch_bridge.ready import Chain, Placed
 from torch_bridge.reference.place import Exact
-from torch_bridge.store import Step
+from torch_bridge.store import Scheme, Step
 
 if TYPE_CHECKING:
     from torch_bridge.cache import PagedCache
@@ -171,11 +171,20 @@ class Layer:
         self, op: str, given: dict[str, Tensor], some: Mapping[str, Tensor], sizes: dict[str, int],
         dtype: torch.dtype = torch.bfloat16,
     ) -> list[Bound]:  # fmt: skip
-        scheme, pool = self._scheme, self._memory[0]
-        sizes = sizes | {"blocks": pool.shape[0]}
-        launcher = self._backend.writer(op, scheme.description, scheme.calib, pool, dtype)
-        given = {"pool": pool, "bad": self._backend.unasked(launcher, sizes, self._backend.stream())} | given
-        return bound_launch(launcher, given | {"sizes": self._backend.sizes(sizes)}, some, sizes)
+        pool = self._memory[0]
+        return bound_writer(
+            self._backend, self._scheme, op, pool, dtype, given, some, sizes | {"blocks": pool.shape[0]}
+        )
+
+
+def bound_writer(
+    backend: LaunchedBackend, scheme: Scheme, op: str, pool: Tensor, dtype: torch.dtype, given: Mapping[str, Tensor],
+    some: Mapping[str, Tensor], sizes: Mapping[str, int], placed: bool = False,
+) -> list[Bound]:  # fmt: skip
+    """The launch of a kernel that writes into a pool, with what stays bound, of operands like ``some``."""
+    launcher = backend.writer(op, scheme.description, scheme.calib, pool, dtype, placed=placed)
+    fixed = {"pool": pool, "bad": backend.unasked(launcher, sizes, backend.stream()), **given}
+    return bound_launch(launcher, fixed | {"sizes": backend.sizes(sizes)}, some, sizes)
 
 
 def bound_launch(

@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pallas_kernels.bundle.format import ALIGNMENT
+from torch_bridge.operands import padded_to_alignment
 from torch_bridge.ready import Ready
 from torch_bridge.store import Step
 
 if TYPE_CHECKING:
     from torch_bridge.cache import PagedCache
     from torch_bridge.launched.backend import LaunchedBackend
-
-_ALIGNED = ALIGNMENT // 4  # int32 from one aligned address to the next
 
 
 class Numbers:
@@ -26,8 +24,7 @@ class Numbers:
         tail, batch = cache.windows.tail_tokens, cache.batch
         stepper = backend.stepper(tail, cache.block_tokens)
         names = [argument.name for argument in stepper.kernel.arguments if argument.role == "out"]
-        padded = -(-batch // _ALIGNED) * _ALIGNED
-        memory = torch.zeros(len(names) + 2, padded, dtype=torch.int32, device=cache.device)
+        memory = torch.zeros(len(names) + 2, padded_to_alignment(batch), dtype=torch.int32, device=cache.device)
         self._every, self._some = memory[0, :batch].fill_(1), memory[1, :batch]
         found = dict(zip(names, memory[2:, :batch].unbind(), strict=True))
         sizes = {"tokens": batch, "width": cache.block_table.shape[1]}

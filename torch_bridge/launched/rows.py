@@ -16,7 +16,7 @@ from jkv.options import AttentionOptions
 from pallas_kernels.bundle.format import ALIGNMENT
 from torch_bridge.launched.attention import Bound, Shape
 from torch_bridge.launched.backend import LaunchedBackend
-from torch_bridge.launched.layer import bound_launch, placed
+from torch_bridge.launched.layer import bound_launch, bound_writer, placed
 from torch_bridge.ready import Chain
 from torch_bridge.reference.place import Exact
 from torch_bridge.store import Scheme
@@ -120,11 +120,8 @@ class RowLaunches:
         sizes: dict[str, int],
     ) -> list[Bound]:  # fmt: skip
         """The launch of a kernel that writes into the pool."""
-        scheme, backend = self._scheme, self._backend
-        placed = self._waiting is not None
-        launcher = backend.writer(op, scheme.description, scheme.calib, pool, dtype, placed=placed)
-        given = {"pool": pool, "bad": backend.unasked(launcher, sizes, backend.stream())} | given
-        return bound_launch(launcher, given | {"sizes": backend.sizes(sizes)}, some, sizes)
+        named = self._waiting is not None
+        return bound_writer(self._backend, self._scheme, op, pool, dtype, given, some, sizes, placed=named)
 
     def _attending(self, q: Tensor, pool: Tensor, rows: Singles, out: Tensor, stream: int) -> list[Bound]:
         q, out, given = q[:, None], out[:, None], {"pool": pool}

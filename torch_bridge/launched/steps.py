@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from jkv.options import AttentionOptions
-from pallas_kernels.bundle.format import ALIGNMENT
 from torch_bridge.launched.layer import Layer
 from torch_bridge.launched.numbers import Numbers
+from torch_bridge.operands import padded_to_alignment
 from torch_bridge.store import Step
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch_bridge.launched.backend import LaunchedBackend
 
 _PLAIN = AttentionOptions()
-_ALIGNED = ALIGNMENT // 4  # int32 from one aligned address to the next
 
 
 class Steps:
@@ -101,7 +100,7 @@ class Steps:
         found = self._layers.get(index)
         if found is None or not found.is_of(cache):
             count = cache.num_kv_heads * cache.batch
-            shape = (len(cache.layers), -(-count // _ALIGNED) * _ALIGNED)
+            shape = (len(cache.layers), padded_to_alignment(count))
             if self._bad.shape != shape:
                 self._bad = torch.zeros(shape, dtype=torch.int32, device=cache.device)
             found = self._layers[index] = Layer(self._backend, cache, index, self._bad[index, :count])

@@ -7,10 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from pallas_kernels.bundle.format import ALIGNMENT
+from torch_bridge.operands import padded_to_alignment
 from torch_bridge.vllm.batch import NUMBERS, Step, singles_of
-
-_ALIGNED = ALIGNMENT // 4  # int32 from one aligned address to the next
 
 
 class Persistent:
@@ -18,7 +16,7 @@ class Persistent:
 
     def __init__(self, rows: int, device: torch.device | str):
         self._rows = rows
-        padded = -(-rows // _ALIGNED) * _ALIGNED
+        padded = padded_to_alignment(rows)
         self._numbers = torch.zeros(len(NUMBERS), padded, dtype=torch.int32, device=device)
         self._live = torch.zeros(padded, dtype=torch.bool, device=device)
 
