@@ -7,10 +7,13 @@ them padded and run together, and prompts, which run one after the other.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from torch_bridge.operands import padded_to_alignment
 
 LONG = 64  # tokens of a chunk beyond which it is a prompt, with attention of its own
 
@@ -50,6 +53,14 @@ class Singles(NamedTuple):
 
 
 NUMBERS = ("sealed", "place", "offset", "page", "active", "slot")
+
+
+def packed(values: Mapping[str, Tensor]) -> Tensor:
+    """:data:`NUMBERS` of ``R`` rows as ``int32[6, R]``, each where kernels can load it."""
+    columns = [values[name] for name in NUMBERS]
+    rows = len(columns[0])
+    memory = torch.empty(len(NUMBERS), padded_to_alignment(rows), dtype=torch.int32, device=columns[0].device)
+    return torch.stack(columns, out=memory[:, :rows])
 
 
 def singles_of(block_table: Tensor, total: Tensor, live: Tensor, numbers: Tensor) -> Singles:

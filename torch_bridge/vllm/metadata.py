@@ -19,6 +19,7 @@ from torch_bridge.vllm.config import device as device_in_use
 from torch_bridge.vllm.config import required, slots_in
 from torch_bridge.vllm.persistent import Persistent
 from torch_bridge.vllm.plan import plan
+from torch_bridge.vllm.replays import Replays
 from torch_bridge.vllm.slots import Slots
 
 _LOOKED_AT = 512  # steps between looks at a count on a GPU
@@ -54,7 +55,11 @@ class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
         where = "" if self.slots is None else f", {self.slots.count} unfinished pages in BF16"
         logging.getLogger("vllm.jkv").info("jkv serves attention layers: %s%s", found, where)
         most = max(rows, *(vllm_config.compilation_config.cudagraph_capture_sizes or (0,)))
-        self._kept = Persistent(most, device) if device.type == "cuda" else None
+        self._kept: Persistent | None = None
+        self._replays: Replays | None = None
+        if device.type == "cuda":
+            self._kept = Persistent(most, device)
+            self._replays = Replays(self.slots, self._kept, most, device)
         self._steps, self._lost = 0, torch.zeros((), dtype=torch.int64)
         if device.type != "cpu":
             self._lost = self._lost.pin_memory()
@@ -65,8 +70,7 @@ class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
         where = device_in_use()
         if where.type != "cuda":
             return AttentionCGSupport.NEVER
-        backend = type(find(where, required(vllm_config).implementation)).__name__
-        launched = backend == "LaunchedBackend"
+        launched = hasattr(find(where, required(vllm_config).implementation), "rows")
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE if launched else AttentionCGSupport.NEVER
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> JkvMetadata:
@@ -74,7 +78,7 @@ class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
         return self._made(common_attn_metadata, idle=False)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> JkvMetadata:
-        """Rows of a capture are nobody's: slots stay as they are."""
+        """Rows of a capture are nobody's: slots stay as they are. Plans for as many rows are recorded beside."""
         return self._made(common_attn_metadata, idle=True)
 
     def _made(self, common: Any, idle: bool) -> JkvMetadata:
@@ -83,20 +87,29 @@ class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
         JkvMetadataBuilder.built += 1
         start = common.query_start_loc_cpu[: common.num_reqs + 1].tolist()
         counts = [end - begin for begin, end in itertools.pairwise(start)]
-        step = plan(
-            Batch(
-                counts,
-                common.seq_lens[: common.num_reqs],
-                common.seq_lens_cpu_upper_bound,
-                common.block_table_tensor[: common.num_reqs],
-                common.slot_mapping,
-                self.kv_cache_spec.block_size,
-            ),
-            self.slots,
-            idle=idle,
+        batch = Batch(
+            counts,
+            common.seq_lens[: common.num_reqs],
+            common.seq_lens_cpu_upper_bound,
+            common.block_table_tensor[: common.num_reqs],
+            common.slot_mapping,
+            self.kv_cache_spec.block_size,
         )
+        step = self._planned(batch, idle)
         self._look()
-        return JkvMetadata(step if self._kept is None else self._kept.hold(step))
+        return JkvMetadata(step)
+
+    def _planned(self, batch: Batch, idle: bool) -> Step:
+        """The step of a batch: recorded where such a batch has been captured, else operation by operation."""
+        if self._kept is None or self._replays is None:
+            return plan(batch, self.slots, idle)
+        replayed = None if idle else self._replays.step(batch)
+        if replayed is not None:
+            return replayed
+        step = self._kept.hold(plan(batch, self.slots, idle))
+        if idle and not torch.cuda.is_current_stream_capturing():
+            self._replays.learn(batch)
+        return step
 
     def _look(self) -> None:
         """Refuse to go on where a request's page was given away: on a GPU this is seen a while later."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from jkv.units import PAGE_TOKENS
-from torch_bridge.vllm.batch import NUMBERS, Batch, Step, singles_of
+from torch_bridge.vllm.batch import Batch, Step, packed, singles_of
 from torch_bridge.vllm.chunks import Rows, chunks_of, pages_of, prompts_of, rest_of
 from torch_bridge.vllm.slots import Slots, entries
 
@@ -24,10 +24,10 @@ def plan(batch: Batch, slots: Slots | None, idle: bool = False) -> Step:
 
     Rows of an ``idle`` step are nobody's, whatever they say.
     """
+    if decodes(batch, slots):
+        return decoding(batch, slots, idle)
     single = leading_singles(batch.counts)
     alone = single == len(batch.counts)
-    if alone and (slots is None or slots.depth == 1):
-        return _decoding(batch, slots, idle)
     total = batch.lengths.to(torch.int64)
     # Padding behind rows of one token has a length of 0 and may count 0: nothing of it is live.
     count = torch.ones_like(total) if alone else on_device(batch.counts, total)
@@ -52,10 +52,10 @@ def plan(batch: Batch, slots: Slots | None, idle: bool = False) -> Step:
             "place": rows.place_of(begin),
             "offset": begin % PAGE_TOKENS,
             "page": torch.where(full, entry[:, 2], -1),
-            "active": live,
+            "active": live.to(torch.int64),
             "slot": torch.where(live, slot, -1),
         }
-        numbers = torch.stack([values[name][:single].to(torch.int32) for name in NUMBERS])
+        numbers = packed({name: value[:single] for name, value in values.items()})
         singles = singles_of(batch.block_table[:single], batch.lengths[:single], live[:single], numbers)
     tokens = single if alone else sum(batch.counts)
     return Step(
@@ -71,10 +71,16 @@ def plan(batch: Batch, slots: Slots | None, idle: bool = False) -> Step:
     )
 
 
-def _decoding(batch: Batch, slots: Slots | None, idle: bool) -> Step:
+def decodes(batch: Batch, slots: Slots | None) -> bool:
+    """Whether :func:`decoding` is for such a step: no row has more than a token, no slot more than a page."""
+    return max(batch.counts, default=0) <= 1 and (slots is None or slots.depth == 1)
+
+
+def decoding(batch: Batch, slots: Slots | None, idle: bool = False) -> Step:
     """A step of rows of one token: where a token goes says in which physical page and where in it.
 
-    An engine waits for these operations before every step, so there are few of them.
+    An engine waits for these operations before every step, so there are few of them, and none waits for the device:
+    :class:`torch_bridge.vllm.replays.Replays` records them.
     """
     rows = len(batch.counts)
     total, token = batch.lengths.to(torch.int64), batch.slot_mapping[:rows]
@@ -94,7 +100,7 @@ def _decoding(batch: Batch, slots: Slots | None, idle: bool) -> Step:
             "page": torch.where(live & (offset == PAGE_TOKENS - 1), token // PAGE_TOKENS, -1),
         }
     values |= {"active": live.to(torch.int64), "slot": token}
-    numbers = torch.stack([values[name] for name in NUMBERS]).to(torch.int32)
+    numbers = packed(values)
     singles = singles_of(batch.block_table, batch.lengths, live, numbers)
     return Step(rows, batch.slot_mapping[:rows], live, singles, numbers)
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_bridge.vllm.batch import Batch, Step
+from pallas_kernels.bundle.format import ALIGNMENT
+from torch_bridge.vllm.batch import NUMBERS, Batch, Step
 from torch_bridge.vllm.persistent import Persistent
 from torch_bridge.vllm.plan import plan
+from torch_bridge.vllm.replays import Record, Replays
 from torch_bridge.vllm.slots import Slots
 
 BLOCK = 64
@@ -61,6 +66,72 @@ def test_numbers(depth: int, counts: list[int]):
     places = rows.place.tolist()
     assert places[1] == depth and places[2] == 2 * depth and places[5] == 5 * depth + 3 % depth  # where they were
     assert len(set(places[:6])) == 6 and min(places[6:]) >= slots.padding and int(slots.lost) == 0
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("counts", [[1] * 8, [1] * 5 + [3, 0, 0]])
+def test_kernels_can_load_every_number(depth: int, counts: list[int]):
+    slots, given = begun(depth) if depth else None, batch(counts)
+    rows = plan(given, slots).singles
+    assert rows is not None
+    for name in NUMBERS:
+        number = getattr(rows, name)
+        assert number.dtype is torch.int32 and number.is_contiguous() and number.data_ptr() % ALIGNMENT == 0
+
+
+def recorder(slots: Slots | None) -> Record:
+    """What CUDA graphs do: work is seen once, without effect on slots, and done when it is replayed."""
+    state = [] if slots is None else [slots.owner, slots.held, slots.stamp, slots.clock, slots.lost]
+
+    def record(work: Callable[[], None]) -> Callable[[], None]:
+        before = [x.clone() for x in state]
+        work()
+        for x, old in zip(state, before, strict=True):
+            x.copy_(old)
+        return work
+
+    return record
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_recorded_step_is_that_of_the_plan(depth: int):
+    """Through 70 steps in which rows come and go, with padding behind; other forms are for the plan."""
+    plain, own = (Slots(8, 1, "cpu") if depth else None for _ in range(2))
+    replays = Replays(own, Persistent(8, "cpu"), 8, "cpu", recorder(own))
+    draw, length, blocks = random.Random(0), [0] * 8, iter(range(1, 10_000))
+    table = torch.zeros(8, 4, dtype=torch.int32)
+    for number in range(70):
+        rows = draw.choice([3, 5, 8])
+        active, mapping = draw.randint(1, rows), torch.full((rows,), -1)
+        for row in range(rows):
+            if row >= active or length[row] % 224 == 0:  # another request
+                length[row] = 0
+                table[row] = torch.tensor([next(blocks) for _ in range(4)])
+            if row < active:
+                at = length[row]
+                mapping[row] = int(table[row, at // BLOCK]) * BLOCK + at % BLOCK
+                length[row] += 1
+        lengths = torch.tensor(length[:rows], dtype=torch.int32)
+        given = Batch([1] * rows, lengths, None, table[:rows], mapping, BLOCK)
+        replays.learn(given)
+        found, wanted = replays.step(given), plan(given, plain)
+        assert found is not None and found.singles is not None and wanted.singles is not None
+        for name, value in wanted.singles._asdict().items():
+            assert torch.equal(getattr(found.singles, name), value), (number, name)
+        assert found.tokens == wanted.tokens and torch.equal(found.slot_mapping, wanted.slot_mapping)
+        assert torch.equal(found.live, wanted.live) and found.is_decoding
+    assert own is None or plain is None or (torch.equal(own.owner, plain.owner) and int(own.lost) == int(plain.lost))
+    assert replays.step(batch([1] * 5 + [3, 0, 0])) is None  # several tokens
+    assert replays.step(dataclasses.replace(given, counts=[1] * 7)) is None  # never seen
+
+
+@pytest.mark.parametrize("counts", [[], [1] * 9, [2, 1]])
+def test_what_cannot_be_recorded_is_left_alone(counts: list[int]):
+    replays = Replays(None, Persistent(8, "cpu"), 8, "cpu", recorder(None))
+    ones = torch.ones(len(counts), dtype=torch.int32)
+    given = Batch(counts, ones, None, ones[:, None], torch.full((len(counts),), -1), BLOCK)
+    replays.learn(given)
+    assert replays.step(given) is None
 
 
 @pytest.mark.parametrize("depth", [1, 2])
