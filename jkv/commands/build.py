@@ -19,6 +19,7 @@ HELP = (
 EXAMPLE = (
     "jkv build -o kernels.jkv",
     "jkv build --target sm_90 --scheme flagrot-auto:bits=2 --head-dim 128 --gqa 4 --binary -o kernels.jkv",
+    "jkv build --target sm_90 --scheme kivi:bits=4 --head-dim 256 --gqa 2 --window 1024 --scale 0.0625 -o kernels.jkv",
 )
 
 TargetOption = Annotated[str, typer.Option("--target", metavar="T,..", help="GPUs: sm_90, gfx942, gfx950.")]
@@ -32,6 +33,14 @@ StepsOption = Annotated[
     str, typer.Option("--steps", metavar="T,..", help="Query tokens a sequence; more than one bring their own keys.")
 ]
 BlockOption = Annotated[int, typer.Option("--block-tokens", metavar="N", help="Tokens of one block of the cache.")]
+WindowOption = Annotated[
+    str | None, typer.Option("--window", metavar="N,..", help="Sliding windows of layers, beside layers without one.")
+]
+SoftcapOption = Annotated[float | None, typer.Option("--softcap", metavar="C", help="Cap of attention scores.")]
+ScaleOption = Annotated[
+    float | None, typer.Option("--scale", metavar="S", help="Factor of scores, if it is not head_dim ** -0.5.")
+]
+SinkFlag = Annotated[bool, typer.Option("--sink-logits", help="Heads have a learned logit that has no value.")]
 AsmFlag = Annotated[bool, typer.Option("--asm", help="Add the assembly that triton makes (PTX, AMD GCN).")]
 BinaryFlag = Annotated[bool, typer.Option("--binary", help="Add binaries: serving then needs no triton either.")]
 JobsOption = Annotated[int | None, typer.Option("--jobs", "-j", metavar="N", help="Processes; as many as CPUs.")]
@@ -47,6 +56,10 @@ def command(
     num_kv_heads: HeadsOption = "8",
     steps: StepsOption = "1,8,64",
     block_tokens: BlockOption = 64,
+    window: WindowOption = None,
+    softcap: SoftcapOption = None,
+    scale: ScaleOption = None,
+    sink_logits: SinkFlag = False,
     asm: AsmFlag = False,
     binary: BinaryFlag = False,
     jobs: JobsOption = None,
@@ -66,6 +79,10 @@ def command(
         targets=tuple(filter(None, target.split(","))),
         specs=tuple(scheme or DEFAULT_SPECS),
         block_tokens=block_tokens,
+        windows=(None, *(() if window is None else _numbers("--window", window))),
+        softcap=softcap,
+        scale=scale,
+        sink_logits=sink_logits,
         **numbers,
     )
     start = time.perf_counter()

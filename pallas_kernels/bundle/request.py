@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 from jkv.core import PAGE_TOKENS
 from jkv.errors import JkvError
+from jkv.options import AttentionOptions, check_center, check_range
 from jkv.registry import parse
 from pallas_kernels import build
 from pallas_kernels.bundle.facts import Appending, Attention, Facts, Stepping, Writing, codec_spec
@@ -32,6 +34,9 @@ DEFAULT_SPECS = (
 class Request:
     """Every combination of these. ``steps`` are query tokens a sequence; more than one bring keys of their own.
 
+    ``softcap``, ``scale`` and ``sink_logits`` are of all attention, ``windows`` of some: layers without a window have
+    None.
+
     Raises:
       JkvError: naming what is not allowed.
     """
@@ -44,6 +49,10 @@ class Request:
     steps: tuple[int, ...] = (1, 8, 64)
     block_tokens: int = 64
     dtype: str = "bfloat16"
+    windows: tuple[int | None, ...] = (None,)
+    softcap: float | None = None
+    scale: float | None = None
+    sink_logits: bool = False
 
     def __post_init__(self) -> None:
         for target in self.targets:
@@ -60,11 +69,19 @@ class Request:
             raise JkvError(f"dtype={self.dtype!r} is not allowed; it must be bfloat16, float16 or float32")
         for spec in self.specs:
             scheme = parse(spec)
+            for options in self.options():
+                check_range(options)
+                check_center(options, scheme)
             if scheme.mix or scheme.simulate is not None:
                 why = (
                     "mixes schemes by layer; name each of them" if scheme.mix else "is for evaluation and has no pages"
                 )
                 raise JkvError(f"scheme {spec!r} {why}")
+
+    def options(self) -> list[AttentionOptions]:
+        """Of attention, those that kernels are for; sink logits stand for any."""
+        logits = True if self.sink_logits else None
+        return [AttentionOptions(self.softcap, window, logits, self.scale) for window in self.windows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,14 +136,23 @@ def _settings(request: Request) -> Iterator[tuple[str, Facts]]:
                 if placed:
                     yield "flush", dataclasses.replace(writing, placed=True)
                     yield "append", Appending(head_dim, heads, *kept, request.dtype, placed=True)
-                for gqa in request.gqas:
-                    for steps in request.steps:
-                        facts = Attention(
-                            codecs, head_dim, heads, gqa, sinks=windows.sink, steps=steps, fresh=steps > 1, **common
-                        )
-                        yield from ((op, facts) for op in ("prepare", "split", "combine"))
-                        if placed and steps == 1:
-                            yield "combine", dataclasses.replace(facts, placed=True)
+                for gqa, steps, options in itertools.product(request.gqas, request.steps, request.options()):
+                    asked = {name: getattr(options, name) for name in ("softcap", "window", "scale")}
+                    asked["sink_logits"] = options.sink_logits is not None
+                    facts = Attention(
+                        codecs,
+                        head_dim,
+                        heads,
+                        gqa,
+                        sinks=windows.sink,
+                        steps=steps,
+                        fresh=steps > 1,
+                        **asked,
+                        **common,
+                    )
+                    yield from ((op, facts) for op in ("prepare", "split", "combine"))
+                    if placed and steps == 1:
+                        yield "combine", dataclasses.replace(facts, placed=True)
 
 
 def _writes(granularity: str, tail: int) -> tuple[str, ...]:

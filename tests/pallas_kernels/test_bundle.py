@@ -128,6 +128,15 @@ def test_facts():
     assert set(jobs) == {"prepare", "split", "combine", "write", "append", "step"}
     assert jobs["append"] == Appending(64, 8, tail=0, sinks=4) and jobs["step"] == Stepping(0)
     assert jobs["split"] == Attention("rtn:bits=4", 64, 8, 1, tail=0, sinks=4)
+    asked = dataclasses.replace(
+        REQUEST, targets=("sm_90",), specs=("bf16",), windows=(None, 40), softcap=30.0, scale=0.1, sink_logits=True
+    )
+    splits = [job.facts for job in jobs_of(asked) if job.op == "split"]
+    assert splits == [
+        Attention("bf16", 64, 8, 4, steps=steps, fresh=steps > 1, window=window, softcap=30.0, scale=0.1,
+                  sink_logits=True)
+        for steps in REQUEST.steps for window in (None, 40)
+    ]  # fmt: skip
     jobs_by_default = jobs_of(Request(targets=("sm_90",)))
     assert {job.facts.spec for job in jobs_by_default if job.op not in ("append", "step")} == set(DEFAULT_SPECS)
     assert [job.facts for job in jobs_by_default if job.op == "step"] == [Stepping(32)]
@@ -243,6 +252,9 @@ def test_does_not_replace_what_is_no_bundle(tmp_path: Path):
         ({"block_tokens": 48}, "block_tokens=48 is not allowed; it must be a multiple of 32"),
         ({"dtype": "int8"}, "dtype='int8' is not allowed"),
         ({"specs": ("kivi:bits=2;0=fp8",)}, "mixes schemes by layer"),
+        ({"windows": (None, 0)}, "window=0 is not allowed"),
+        ({"scale": float("nan")}, "scale=nan is not allowed"),
+        ({"specs": ("turboquant:bits=4,center=on",), "softcap": 30.0}, "softcap is not possible with scheme"),
         ({"specs": ("rotatekv:bits=2,setting=published",)}, "is for evaluation and has no pages"),
     ],
 )
