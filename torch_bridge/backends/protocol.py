@@ -14,6 +14,7 @@ from torch_bridge.store import Step
 
 if TYPE_CHECKING:
     from torch_bridge.cache import PagedCache
+    from torch_bridge.vllm.batch import Singles
 
 
 class Steps(Protocol):
@@ -46,6 +47,20 @@ class Steps(Protocol):
     def count(self, cache: PagedCache) -> None: ...
 
 
+class Rows(Protocol):
+    """Rows of one token of one layer, over memory that an engine owns; False leaves the work to the ops.
+
+    ``write`` keeps a token a row, ``k, v: [R, H, D]``, and quantizes what is full with it; ``attend`` is attention of
+    ``q[R, Hq, D]`` at those tokens, into ``out``; ``nonfinite`` is how many values were stored as zero so far.
+    """
+
+    def write(self, k: Tensor, v: Tensor, pool: Tensor, rows: Singles) -> bool: ...
+
+    def attend(self, q: Tensor, pool: Tensor, rows: Singles, out: Tensor) -> bool: ...
+
+    def nonfinite(self) -> Tensor: ...
+
+
 class Backend(Protocol):
     """An implementation of the ops, for one device.
 
@@ -53,8 +68,9 @@ class Backend(Protocol):
     pool is contiguous; other operands may be views with any strides. Descriptions of one scheme are one object, and
     tensors of ``calib`` the same ones from step to step. Pools are updated in place, on torch's current stream. No
     result shares memory with an operand. An implementation may have ``steps(cache)``, which prepares those of a cache
-    (:class:`Steps`). What is said here holds for values on a GPU, which nobody has looked at: a slot, page or block
-    outside the pool is never followed.
+    (:class:`Steps`), and ``rows(scheme, options, waiting)``, which prepares those of an engine's layer (:class:`Rows`)
+    and says by that that CUDA graphs can hold what it does. What is said here holds for values on a GPU, which nobody
+    has looked at: a slot, page or block outside the pool is never followed.
     """
 
     def prepare_query(

@@ -110,7 +110,8 @@ class Attention:
 
         Each comes with the names of those that it wants the addresses of.
         """
-        fixed, found = self._fixed | dict(given), []
+        fixed = {name: x for name, x in (self._fixed | dict(given)).items() if name not in changing}
+        found = []
         for launcher in self._launchers:
             whole = launcher.bind({name: fixed[name] for name in launcher.names if name in fixed})
             made = whole.ready(self.sizes, *(changing[name] for name in whole.names))

@@ -20,6 +20,7 @@ from torch_bridge.launch import Library
 from torch_bridge.launched.arrays import write_arrays
 from torch_bridge.launched.attention import Attention, Shape
 from torch_bridge.launched.chunks import MOST_STEPS, padded
+from torch_bridge.launched.rows import RowLaunches
 from torch_bridge.launched.steps import Steps
 from torch_bridge.launcher import Launcher
 from torch_bridge.level_table import level_table
@@ -28,6 +29,7 @@ from torch_bridge.reference.place import Exact
 
 if TYPE_CHECKING:
     from torch_bridge.cache import PagedCache
+    from torch_bridge.store import Scheme
 
 _KEPT = 4096  # plans: layers times shapes
 
@@ -193,6 +195,10 @@ class LaunchedBackend:
     def steps(self, cache: PagedCache) -> Steps:
         """Decoding steps of a cache, for which most is known before they come."""
         return Steps(self, cache)
+
+    def rows(self, scheme: Scheme, options: AttentionOptions, waiting: Tensor | None) -> RowLaunches:
+        """Rows of one token of an engine's layer, whose unfinished pages are ``waiting``."""
+        return RowLaunches(self, scheme, options, waiting)
 
     def sizes(self, sizes: Mapping[str, int]) -> Tensor:
         """What tells kernels of sizes."""

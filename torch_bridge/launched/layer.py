@@ -12,6 +12,7 @@ from jkv.options import AttentionOptions
 from pallas_kernels.bundle.format import ALIGNMENT
 from torch_bridge import op_checks
 from torch_bridge.launched.attention import Bound, Shape
+from torch_bridge.launched.visible import first_of_decoding
 from torch_bridge.launcher import Launcher
 from torch_bridge.ready import Chain, Placed
 from torch_bridge.reference.place import Exact
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from torch_bridge.launched.backend import LaunchedBackend
 
 # Of the addresses that a call brings: which of them a name stands for.
-_KV, _QUERY, _FLUSH = ("k", "v", "active", "slots"), ("q", "out", "total", "sealed"), ("start", "page")
+_KV, _QUERY, _FLUSH = ("k", "v", "active", "slots"), ("q", "out", "total", "sealed", "first"), ("start", "page")
 _ALIASES = {"stored": "sealed"}
 _FORMS = 64  # of operands that a layer remembers
 
@@ -64,31 +65,29 @@ class Layer:
 
     def attend(self, q: Tensor, step: Step, options: AttentionOptions) -> Tensor | None:
         q = q.contiguous()
-        if options.window is not None or not self._readable(q):
+        if not self._readable(q):
             return None
-        stream = self._backend.stream()
+        stream, first = self._backend.stream(), self._first(step, options)
         form = ("attend", *_form_of(q, options, stream))
-        chain = self._known(form, lambda: Chain(placed(self._attending(q, step, options, stream), _QUERY)))
+        chain = self._known(form, lambda: Chain(placed(self._attending(q, step, first, options), _QUERY)))
         out = torch.empty_like(q)
-        chain.one_by_one(stream, (q.data_ptr(), out.data_ptr(), step.total.data_ptr(), step.sealed.data_ptr()))
+        chain.one_by_one(stream, tuple(x.data_ptr() for x in (q, out, step.total, step.sealed, first)))
         return out
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, step: Step, options: AttentionOptions) -> Tensor | None:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        if options.window is not None or not (self._readable(q) and self._writes(k, v)):
+        if not (self._readable(q) and self._writes(k, v)):
             return None
-        stream = self._backend.stream()
+        stream, first = self._backend.stream(), self._first(step, options)
 
         def make() -> Chain:
-            launches = [*self._appending(k, v, step), *self._attending(q, step, options, stream)]
+            launches = [*self._appending(k, v, step), *self._attending(q, step, first, options)]
             return Chain(placed(launches + self._flushing(step), (*_KV, *_QUERY, *_FLUSH)))
 
         chain = self._known(("decode", k.dtype, *_form_of(q, options, stream)), make)
         out = torch.empty_like(q)
-        addresses = (
-            *self._places_of(k, v, step), q.data_ptr(), out.data_ptr(), step.total.data_ptr(), step.sealed.data_ptr(),
-            *_pages_of(step),
-        )  # fmt: skip
+        query = (x.data_ptr() for x in (q, out, step.total, step.sealed, first))
+        addresses = (*self._places_of(k, v, step), *query, *_pages_of(step))
         # A graph cannot hold another one that changes; it can hold the launches.
         queue = chain.one_by_one if self._backend.is_capturing() else chain
         queue(stream, addresses)
@@ -121,7 +120,13 @@ class Layer:
             found = self._forms[form] = make()
         return found
 
-    def _attending(self, q: Tensor, step: Step, options: AttentionOptions, stream: int) -> list[Bound]:
+    def _first(self, step: Step, options: AttentionOptions) -> Tensor:
+        """The first page token that each row sees; something, where there is no window and nobody asks."""
+        if options.window is None:
+            return step.total
+        return first_of_decoding(step.total, self._windows.sink, options.window)
+
+    def _attending(self, q: Tensor, step: Step, first: Tensor, options: AttentionOptions) -> list[Bound]:
         (pool, tail, sinks), (table, _, _) = self._memory, self._rows
         windows = self._windows
         exact = Exact(
@@ -131,12 +136,14 @@ class Layer:
         asked = (options.softcap, options.window, options.sink_logits, options.scale)
         op_checks.attention(scheme.text, scheme.arrays, q, pool, table, (step.total, step.sealed), parts, asked)
         shape = Shape.of(q, pool, table, exact)
-        plan = self._backend.attention(scheme.description, scheme.calib, shape, options, stream)
+        plan = self._backend.attention(scheme.description, scheme.calib, shape, options, self._backend.stream())
         given = {"pool": pool, "block_table": table}
         for name, pair in (("tail", exact.tail), ("sinks", exact.sinks)):
             if pair is not None:
                 given |= {f"{name}_{side}": x for side, x in zip("kv", pair, strict=True)}
         some = {"q": q, "out": torch.empty_like(q), "total": step.total, "sealed": step.sealed, "stored": step.sealed}
+        if options.window is not None:
+            some["first"] = first
         return plan.ready(given, some)
 
     def _appending(self, k: Tensor, v: Tensor, step: Step) -> list[Bound]:
@@ -197,7 +204,7 @@ def bound_launch(
 
 
 def _form_of(q: Tensor, options: AttentionOptions, stream: int) -> tuple[Hashable, ...]:
-    return stream, q.dtype, q.shape, options.softcap, options.scale, id(options.sink_logits)
+    return stream, q.dtype, q.shape, options.softcap, options.window, options.scale, id(options.sink_logits)
 
 
 def _pages_of(step: Step) -> tuple[int, int]:

@@ -15,18 +15,19 @@ from torch import Tensor
 from jkv.options import AttentionOptions
 from pallas_kernels.bundle.format import ALIGNMENT
 from torch_bridge.launched.attention import Bound, Shape
-from torch_bridge.launched.backend import LaunchedBackend
 from torch_bridge.launched.layer import bound_launch, bound_writer, placed
+from torch_bridge.launched.visible import first_of_decoding
 from torch_bridge.ready import Chain
 from torch_bridge.reference.place import Exact
 from torch_bridge.store import Scheme
 
 if TYPE_CHECKING:
+    from torch_bridge.launched.backend import LaunchedBackend
     from torch_bridge.vllm.batch import Singles
 
 # Of the addresses that a call brings: which of them a name stands for.
 _WRITE = ("k", "v", "active", "length", "place", "page", "slots")
-_ATTEND = ("q", "out", "total", "sealed", "place", "block_table")
+_ATTEND = ("q", "out", "total", "sealed", "place", "block_table", "first")
 _LEAST_ROWS = 1024  # that counts are taken for
 _FORMS = 256  # of operands that a layer remembers, beside those in CUDA graphs
 
@@ -34,8 +35,8 @@ _FORMS = 256  # of operands that a layer remembers, beside those in CUDA graphs
 class RowLaunches:
     """One layer's launches. ``waiting: bfloat16[2, P, H, 32, D]`` are the rings; without, tokens are quantized at once.
 
-    What they return False for, as sliding windows, is for the ops to do. Safe in a CUDA graph, if the same number of
-    rows has been seen before. One thread at a time.
+    What they return False for is for the ops to do. Safe in a CUDA graph, if the same number of rows has been seen
+    before. One thread at a time.
     """
 
     def __init__(self, backend: LaunchedBackend, scheme: Scheme, options: AttentionOptions, waiting: Tensor | None):
@@ -63,14 +64,15 @@ class RowLaunches:
     def attend(self, q: Tensor, pool: Tensor, rows: Singles, out: Tensor) -> bool:
         """Attention of ``q[R, Hq, D]`` at the tokens that :meth:`write` has written, into ``out``."""
         q = _whole(q)
-        if self._options.window is not None or not self._backend.is_current() or not pool.is_contiguous():
+        if not self._backend.is_current() or not pool.is_contiguous():
             return False
         if out.dtype is not q.dtype or not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
             return False
-        stream = self._backend.stream()
+        stream, window = self._backend.stream(), self._options.window
+        first = rows.total if window is None else first_of_decoding(rows.total, 0, window)
         form = ("attend", q.shape, q.dtype, rows.block_table.shape[1], pool.data_ptr(), stream)
-        chain = self._known(form, lambda: Chain(placed(self._attending(q, pool, rows, out, stream), _ATTEND)))
-        changing = (q, out, rows.total, rows.sealed, rows.place, rows.block_table)
+        chain = self._known(form, lambda: Chain(placed(self._attending(q, pool, rows, first, out), _ATTEND)))
+        changing = (q, out, rows.total, rows.sealed, rows.place, rows.block_table, first)
         chain.one_by_one(stream, tuple(x.data_ptr() for x in changing))
         return True
 
@@ -123,16 +125,19 @@ class RowLaunches:
         named = self._waiting is not None
         return bound_writer(self._backend, self._scheme, op, pool, dtype, given, some, sizes, placed=named)
 
-    def _attending(self, q: Tensor, pool: Tensor, rows: Singles, out: Tensor, stream: int) -> list[Bound]:
+    def _attending(self, q: Tensor, pool: Tensor, rows: Singles, first: Tensor, out: Tensor) -> list[Bound]:
         q, out, given = q[:, None], out[:, None], {"pool": pool}
         exact, places = Exact(), 0
         if self._waiting is not None:
             exact, places = Exact((self._waiting[0], self._waiting[1])), self._waiting.shape[1]
             given |= {"tail_k": self._waiting[0], "tail_v": self._waiting[1]}
         shape = Shape.of(q, pool, rows.block_table, exact, places)
-        plan = self._backend.attention(self._scheme.description, self._scheme.calib, shape, self._options, stream)
+        scheme, stream = self._scheme, self._backend.stream()
+        plan = self._backend.attention(scheme.description, scheme.calib, shape, self._options, stream)
         some = {"q": q, "out": out, "total": rows.total, "sealed": rows.sealed, "stored": rows.sealed}
         some |= {"place": rows.place, "block_table": rows.block_table}
+        if self._options.window is not None:
+            some["first"] = first
         return plan.ready(given, some)
 
 

@@ -25,7 +25,7 @@ _PLAIN = AttentionOptions()
 
 
 class Steps:
-    """Steps of one cache. What they return False or None for, as sliding windows, is for the ops to do.
+    """Steps of one cache. What they return False or None for is for the ops to do.
 
     Safe in a CUDA graph, if the same step has run before. One thread at a time.
     """

@@ -6,6 +6,11 @@ import torch
 from torch import Tensor
 
 
+def first_of_decoding(total: Tensor, sinks: int, window: int) -> Tensor:
+    """``int32[B]``, for rows whose one query is their last token."""
+    return (total - window).clamp(min=sinks)
+
+
 def first_visible(
     total: Tensor, start: Tensor, *, steps: int, group: int, fresh: bool, sinks: int, window: int
 ) -> Tensor:
@@ -14,7 +19,7 @@ def first_visible(
     Without a window it is ``sinks`` everywhere, and nobody asks.
     """
     if not fresh:
-        return (total - window).clamp(min=sinks)
+        return first_of_decoding(total, sinks, window)
     step = torch.arange(steps, dtype=torch.int32, device=total.device)
     first = ((total - start)[:, None] + step - (window - 1)).clamp(min=sinks)
     return first[:, 0].contiguous() if steps == 1 else first.repeat(1, group)

@@ -18,8 +18,7 @@ from jkv.errors import JkvError
 from jkv.options import AttentionOptions
 from torch_bridge import ops
 from torch_bridge.backends import find
-from torch_bridge.launched.backend import LaunchedBackend
-from torch_bridge.launched.rows import RowLaunches
+from torch_bridge.backends.protocol import Rows
 from torch_bridge.reference import ring
 from torch_bridge.store import Scheme
 from torch_bridge.vllm.batch import Chunk, Pages, Prompt, Rest, Singles, Step
@@ -43,10 +42,8 @@ class ServedLayer:
         self.scheme, self.waiting = scheme, waiting
         self.options, self.implementation = options or AttentionOptions(), implementation
         self._nonfinite = torch.zeros(1, dtype=torch.int32, device=device)
-        backend = find(self._nonfinite.device, implementation)
-        self._rows: RowLaunches | None = None  # what rows of one token need, where kernels are launched
-        if isinstance(backend, LaunchedBackend):
-            self._rows = RowLaunches(backend, scheme, self.options, waiting)
+        prepare = getattr(find(self._nonfinite.device, implementation), "rows", None)
+        self._rows: Rows | None = None if prepare is None else prepare(scheme, self.options, waiting)
         self.writes = self.reads = 0
         self._gathered: Pair | None = None  # BF16 pages of rows of one token, from write to attend
 

@@ -33,8 +33,9 @@ def singles() -> Singles:
     return Singles(**names | {"block_table": torch.zeros(ROWS, WIDTH, dtype=torch.int32)})
 
 
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("spec", ["rtn:bits=4,rotation=head,center=on", "ultraquant:tail=0"])
-def test_launches(spec: str, tmp_path: Path):
+def test_launches(spec: str, window: int | None, tmp_path: Path):
     scheme, rows = scheme_of(spec), singles()
     waits = scheme.description.windows.tail_tokens > 0
     waiting = torch.zeros(2, PLACES, HEADS, PAGE_TOKENS, DIM, dtype=torch.bfloat16) if waits else None
@@ -42,7 +43,7 @@ def test_launches(spec: str, tmp_path: Path):
     q, k, v = (torch.randn(ROWS, heads, DIM, dtype=torch.bfloat16) for heads in (2 * HEADS, HEADS, HEADS))
     out = torch.empty_like(q)
     with fake_backend(tmp_path) as (backend, driver):
-        layer = RowLaunches(backend, scheme, AttentionOptions(), waiting)
+        layer = RowLaunches(backend, scheme, AttentionOptions(window=window), waiting)
         for _ in range(2):
             driver.launched.clear()
             assert layer.write(k, v, pool, rows) and layer.attend(q, pool, rows, out)
@@ -60,5 +61,3 @@ def test_launches(spec: str, tmp_path: Path):
         assert layer.write(wide[:, :HEADS], wide[:, HEADS : 2 * HEADS], pool, rows)
         assert not layer.write(k[:2], v[:2], pool, rows)
         assert not layer.attend(q, pool, rows, out.float())
-        windowed = RowLaunches(backend, scheme, AttentionOptions(window=40), waiting)
-        assert not windowed.attend(q, pool, rows, out)

@@ -13,10 +13,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from jkv.options import AttentionOptions
 from tests.torch_bridge.vllm.engine import GROUP, HEADS, Engine
 from torch_bridge.vllm.batch import Batch
 from torch_bridge.vllm.persistent import Persistent
 from torch_bridge.vllm.plan import plan
+from torch_bridge.vllm.replays import Replays
 
 GPU = torch.cuda.is_available()
 BUNDLE = os.environ.get("JKV_TEST_BUNDLE")
@@ -58,11 +60,14 @@ def captured(work: Callable[[], None], same_stream: bool) -> Callable[[], None]:
     return graph.replay
 
 
+@pytest.mark.parametrize("recorded", [False, True] if GPU else [False])
 @pytest.mark.parametrize("same_stream", [True, False] if GPU else [True])
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("spec", SPECS)
-def test_decoding_inside_a_graph(spec, same_stream):
-    """One graph, replayed across pages and blocks with rows that change places and padding."""
-    made = engine(spec)
+def test_decoding_inside_a_graph(spec, window, same_stream, recorded):
+    """One graph, replayed across pages and blocks with rows that change places and padding; steps may be ``recorded``
+    in another one."""
+    made = engine(spec, options=AttentionOptions(window=window))
     requests = [made.request(200) for _ in range(ROWS)]
     for number, request in enumerate(requests):
         made.step([(request, 3 + 13 * number)])
@@ -82,6 +87,9 @@ def test_decoding_inside_a_graph(spec, same_stream):
 
     idle = kept.hold(plan(batch, made.slots, idle=True))
     replay = captured(lambda: forward(idle), same_stream)
+    replays = Replays(made.slots, kept, most, DEVICE) if recorded else None
+    if replays is not None:
+        replays.learn(batch)
     for number in range(70):
         first = number % ROWS
         rows = made.take([(request, 1) for request in (requests[first:] + requests[:first])[number % 3 :]])
@@ -92,6 +100,10 @@ def test_decoding_inside_a_graph(spec, same_stream):
         slots.copy_(real.slot_mapping)
         for held, new in zip((q, k, v), tensors, strict=True):
             held.copy_(new.nan_to_num())
-        kept.hold(plan(dataclasses.replace(batch, counts=real.counts), made.slots))
+        asked = dataclasses.replace(batch, counts=real.counts)
+        if replays is None:
+            kept.hold(plan(asked, made.slots))
+        else:
+            assert replays.step(asked) is not None
         replay()
         made.finish(rows, out)
