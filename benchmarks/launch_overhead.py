@@ -80,7 +80,7 @@ def launches(library: Library, scheme: str) -> dict[str, dict[str, float]]:
         rest = [shared[name] for name in bound.names]
         ready, stream = bound.ready(SIZES, *rest), torch.cuda.current_stream().cuda_stream
         assert ready is not None
-        call, fixed = functools.partial(bound.launch, SIZES, *rest), [x.data_ptr() for x in rest]
+        call, fixed = functools.partial(bound.launch, SIZES, *rest), [shared[name].data_ptr() for name in ready.names]
         found[op] = {"checked": per_call(call), "bound": per_call(functools.partial(ready, stream, *fixed))}
     return found
 

@@ -74,7 +74,7 @@ class Launcher:
     def ready(self, sizes: Mapping[str, int], *tensors: Tensor) -> Ready | None:
         """The launch of these tensors, to be queued again with others that differ only in where they are.
 
-        Its calls take the addresses of ``names``, which nobody looks at any more. None where there is nothing to do.
+        Its calls take addresses that nobody looks at any more, of its own ``names``. None where there is nothing to do.
 
         Raises:
           JkvError: as :meth:`launch`.
@@ -83,9 +83,9 @@ class Launcher:
         self._refuse_memory(tensors)
         if function is None:
             return None
-        arguments = [argument.name for argument in self.kernel.arguments]
+        arguments = enumerate(argument.name for argument in self.kernel.arguments)
         addresses = self._arrange((*map(Tensor.data_ptr, tensors), *self._fixed))
-        return Ready(function, grid, addresses, [arguments.index(name) for name in self.names], self)
+        return Ready(function, grid, addresses, {at: name for at, name in arguments if name not in self._bound}, self)
 
     def elements(self, name: str, sizes: Mapping[str, int]) -> int:
         """How many elements of an argument a launch reads or writes."""

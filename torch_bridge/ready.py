@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch_bridge.driver import Queued
 from torch_bridge.function import Function
@@ -11,9 +11,10 @@ from torch_bridge.graph import Launch
 
 
 class Ready:
-    """One launch of a function with all arguments but a few: ``places`` of those are filled in every call.
+    """One launch of a function with all arguments but a few: ``places`` says which those are, and their names.
 
-    It belongs to one thread at a time. ``kept`` owns what the other addresses point to.
+    A call takes the addresses of :attr:`names`, in which an operand comes as often as the kernel takes it. It belongs
+    to one thread at a time. ``kept`` owns what the other addresses point to.
     """
 
     def __init__(
@@ -21,7 +22,7 @@ class Ready:
         function: Function,
         grid: tuple[int, int, int],
         addresses: Sequence[int],
-        places: Sequence[int],
+        places: Mapping[int, str],
         kept: object = None,
     ):
         self._addresses = (ctypes.c_uint64 * function.parameters)(*addresses)
@@ -30,7 +31,7 @@ class Ready:
         self.launch = Launch(function.handle, grid, function.threads, function.shared, self._params)
         self.driver = function.driver
         self._queue = self.driver.prepared(self.launch)
-        self._places, self._kept = tuple(places), (function, kept)
+        self._places, self.names, self._kept = tuple(places), tuple(places.values()), (function, kept)
 
     def place(self, *addresses: int) -> None:
         """Fill the places of what changes."""

@@ -370,3 +370,17 @@ def test_places_of_sizes_are_those_of_the_kernels():
     from pallas_kernels import sizes
 
     assert (sizes.BLOCKS, sizes.SPLITS, sizes.COUNT, sizes.POOL, sizes.LENGTH) == (0, 1, 2, 3, 8)
+
+
+def test_a_bound_launch_moves_an_operand_wherever_the_kernel_takes_it(library: Library, fake: FakeDriver):
+    """A pool is read and written, so the kernel has it twice: both places follow the address of a call."""
+    kernel, sizes = library.kernel("flush", tail=32, **FACTS), {"pages": 3, "blocks": 5}
+    operands = dict(zip(kernel.names, _tensors(kernel, sizes), strict=True))
+    bound = kernel.bind({name: x for name, x in operands.items() if name not in ("pool", "page")})
+    ready = bound.ready(sizes, *(operands[name] for name in bound.names))
+    assert ready is not None and sorted(ready.names) == ["page", "pool", "pool"]
+    moved = {name: operands[name].clone() for name in ("pool", "page")}
+    ready(0, *(moved[name].data_ptr() for name in ready.names))
+    (first,) = fake.launched
+    want = {**operands, **moved}
+    assert list(first.addresses) == [want[a.name].data_ptr() for a in kernel.kernel.arguments] + [0, 0]

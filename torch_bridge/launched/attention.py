@@ -21,7 +21,6 @@ from torch_bridge.ready import Ready
 from torch_bridge.reference.place import Exact
 
 Memory = Callable[[str, int, torch.dtype], Tensor]  # intermediate results: one tensor a name, size and stream
-Bound = tuple[Ready, tuple[str, ...]]  # a launch, and the names of what its calls take
 _STEPS = ("prepare", "split", "combine")
 
 
@@ -105,18 +104,15 @@ class Attention:
             for kernel in kernels.values()
         ]
 
-    def ready(self, given: Mapping[str, Tensor], changing: Mapping[str, Tensor]) -> list[Bound]:
-        """The three launches for operands that stay, ``given``, and some like ``changing``, by name.
-
-        Each comes with the names of those that it wants the addresses of.
-        """
+    def ready(self, given: Mapping[str, Tensor], changing: Mapping[str, Tensor]) -> list[Ready]:
+        """The three launches for operands that stay, ``given``, and some like ``changing``, by name."""
         fixed = {name: x for name, x in (self._fixed | dict(given)).items() if name not in changing}
         found = []
         for launcher in self._launchers:
             whole = launcher.bind({name: fixed[name] for name in launcher.names if name in fixed})
             made = whole.ready(self.sizes, *(changing[name] for name in whole.names))
             if made is not None:
-                found.append((made, whole.names))
+                found.append(made)
         return found
 
     def _result(self, kernel: Launcher, name: str, memory: Memory) -> Tensor:

@@ -11,10 +11,10 @@ from torch import Tensor
 from jkv.options import AttentionOptions
 from pallas_kernels.bundle.format import ALIGNMENT
 from torch_bridge import op_checks
-from torch_bridge.launched.attention import Bound, Shape
+from torch_bridge.launched.attention import Shape
 from torch_bridge.launched.visible import first_of_decoding
 from torch_bridge.launcher import Launcher
-from torch_bridge.ready import Chain, Placed
+from torch_bridge.ready import Chain, Placed, Ready
 from torch_bridge.reference.place import Exact
 from torch_bridge.store import Scheme, Step
 
@@ -126,7 +126,7 @@ class Layer:
             return step.total
         return first_of_decoding(step.total, self._windows.sink, options.window)
 
-    def _attending(self, q: Tensor, step: Step, first: Tensor, options: AttentionOptions) -> list[Bound]:
+    def _attending(self, q: Tensor, step: Step, first: Tensor, options: AttentionOptions) -> list[Ready]:
         (pool, tail, sinks), (table, _, _) = self._memory, self._rows
         windows = self._windows
         exact = Exact(
@@ -146,8 +146,8 @@ class Layer:
             some["first"] = first
         return plan.ready(given, some)
 
-    def _appending(self, k: Tensor, v: Tensor, step: Step) -> list[Bound]:
-        found: list[Bound] = []
+    def _appending(self, k: Tensor, v: Tensor, step: Step) -> list[Ready]:
+        found: list[Ready] = []
         batch, _, heads, dim = k.shape
         if step.entry is None or self._windows.sink:
             found += self._keeping(k, v)
@@ -158,7 +158,7 @@ class Layer:
             found += self._writing("write", {"bad": self._bad}, some, {"tokens": batch}, k.dtype)
         return found
 
-    def _keeping(self, k: Tensor, v: Tensor) -> list[Bound]:
+    def _keeping(self, k: Tensor, v: Tensor) -> list[Ready]:
         """The launch that keeps a token a row in the BF16 ring and sinks."""
         (_, tail, sinks), (_, length, nonfinite), mean = self._memory, self._rows, self._scheme.mean
         op_checks.append_tail(k, v, tail, sinks, nonfinite, length, mean, None)
@@ -166,7 +166,7 @@ class Layer:
         given = {"tail": tail, "sinks": sinks, "length": length, "nonfinite": nonfinite}
         return bound_launch(launcher, given, {"k": k, "v": v, "active": self._every}, {"tokens": k.shape[0]})
 
-    def _flushing(self, step: Step) -> list[Bound]:
+    def _flushing(self, step: Step) -> list[Ready]:
         (pool, tail, _), start, page = self._memory, step.start, step.page
         if start is None or page is None:
             return []
@@ -177,7 +177,7 @@ class Layer:
     def _writing(
         self, op: str, given: dict[str, Tensor], some: Mapping[str, Tensor], sizes: dict[str, int],
         dtype: torch.dtype = torch.bfloat16,
-    ) -> list[Bound]:  # fmt: skip
+    ) -> list[Ready]:  # fmt: skip
         pool = self._memory[0]
         return bound_writer(
             self._backend, self._scheme, op, pool, dtype, given, some, sizes | {"blocks": pool.shape[0]}
@@ -187,7 +187,7 @@ class Layer:
 def bound_writer(
     backend: LaunchedBackend, scheme: Scheme, op: str, pool: Tensor, dtype: torch.dtype, given: Mapping[str, Tensor],
     some: Mapping[str, Tensor], sizes: Mapping[str, int], placed: bool = False,
-) -> list[Bound]:  # fmt: skip
+) -> list[Ready]:  # fmt: skip
     """The launch of a kernel that writes into a pool, with what stays bound, of operands like ``some``."""
     launcher = backend.writer(op, scheme.description, scheme.calib, pool, dtype, placed=placed)
     fixed = {"pool": pool, "bad": backend.unasked(launcher, sizes, backend.stream()), **given}
@@ -196,11 +196,11 @@ def bound_writer(
 
 def bound_launch(
     launcher: Launcher, given: Mapping[str, Tensor], some: Mapping[str, Tensor], sizes: Mapping[str, int]
-) -> list[Bound]:
+) -> list[Ready]:
     """A launch with what stays bound, of operands like ``some``."""
     whole = launcher.bind({name: given[name] for name in launcher.names if name in given})
     made = whole.ready(sizes, *(some[name] for name in whole.names))
-    return [] if made is None else [(made, whole.names)]
+    return [] if made is None else [made]
 
 
 def _form_of(q: Tensor, options: AttentionOptions, stream: int) -> tuple[Hashable, ...]:
@@ -212,6 +212,6 @@ def _pages_of(step: Step) -> tuple[int, int]:
     return (0, 0) if start is None or page is None else (start.data_ptr(), page.data_ptr())
 
 
-def placed(launches: list[Bound], given: tuple[str, ...]) -> list[Placed]:
+def placed(launches: list[Ready], given: tuple[str, ...]) -> list[Placed]:
     """Launches with the places, among what a call is given, of the operands that they name."""
-    return [(launch, tuple(given.index(_ALIASES.get(name, name)) for name in names)) for launch, names in launches]
+    return [(each, tuple(given.index(_ALIASES.get(name, name)) for name in each.names)) for each in launches]

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from jkv.options import AttentionOptions
 from pallas_kernels.bundle.format import ALIGNMENT
-from torch_bridge.launched.attention import Bound, Shape
+from torch_bridge.launched.attention import Shape
 from torch_bridge.launched.layer import bound_launch, bound_writer, placed
 from torch_bridge.launched.visible import first_of_decoding
-from torch_bridge.ready import Chain
+from torch_bridge.ready import Chain, Ready
 from torch_bridge.reference.place import Exact
 from torch_bridge.store import Scheme
 
@@ -98,7 +98,7 @@ class RowLaunches:
             self._bad = torch.zeros_like(self._counts[-1])
         return self._counts[-1]
 
-    def _writing(self, k: Tensor, v: Tensor, pool: Tensor, rows: Singles) -> list[Bound]:
+    def _writing(self, k: Tensor, v: Tensor, pool: Tensor, rows: Singles) -> list[Ready]:
         count, heads, _ = k.shape
         sizes = {"tokens": count, "pages": count, "blocks": pool.shape[0]}
         some = {"k": k, "v": v, "active": rows.active, "length": rows.offset, "place": rows.place}
@@ -120,12 +120,12 @@ class RowLaunches:
     def _through(
         self, op: str, pool: Tensor, dtype: torch.dtype, given: dict[str, Tensor], some: Mapping[str, Tensor],
         sizes: dict[str, int],
-    ) -> list[Bound]:  # fmt: skip
+    ) -> list[Ready]:  # fmt: skip
         """The launch of a kernel that writes into the pool."""
         named = self._waiting is not None
         return bound_writer(self._backend, self._scheme, op, pool, dtype, given, some, sizes, placed=named)
 
-    def _attending(self, q: Tensor, pool: Tensor, rows: Singles, first: Tensor, out: Tensor) -> list[Bound]:
+    def _attending(self, q: Tensor, pool: Tensor, rows: Singles, first: Tensor, out: Tensor) -> list[Ready]:
         q, out, given = q[:, None], out[:, None], {"pool": pool}
         exact, places = Exact(), 0
         if self._waiting is not None:
