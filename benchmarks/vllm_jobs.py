@@ -58,7 +58,7 @@ def job_of(name: str, args: argparse.Namespace, folder: Path, memory: int) -> di
     modes, graphs = args.modes.split(","), "graph" in args.modes
     llm: dict[str, Any] = {
         "model": str(folder),
-        "load_format": "dummy",
+        "load_format": "auto" if (folder / "model.safetensors").is_file() else "dummy",
         "skip_tokenizer_init": True,
         "dtype": "bfloat16" if memory else "float32",
         "max_model_len": max(contexts) + _ROOM,

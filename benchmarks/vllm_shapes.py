@@ -1,6 +1,7 @@
-"""Models that vLLM can serve without weights: a config of known sizes, and a calibration of random arrays for it.
+"""Models for vLLM: a config of known sizes with a calibration of random arrays, or the demo model with its weights.
 
-JAX_PLATFORMS=cpu python benchmarks/vllm_shapes.py SHAPE FOLDER    # config.json and calib.safetensors
+JAX_PLATFORMS=cpu python benchmarks/vllm_shapes.py SHAPE FOLDER              # config.json and calib.safetensors
+JAX_PLATFORMS=cpu python benchmarks/vllm_shapes.py demo FOLDER --weights     # and model.safetensors
 """
 
 from __future__ import annotations
@@ -74,5 +75,25 @@ def save(name: str, folder: Path) -> None:
     made.save(folder / "calib.safetensors")
 
 
+def save_demo(folder: Path) -> None:
+    """The demo model itself, in BF16, with a calibration on jkv's own text."""
+    import torch
+
+    from jkv.evaluate.calibrations import calibration_for
+    from jkv.evaluate.compare import parse_all
+    from jkv.models import load
+    from torch_bridge.hf_model import to_transformers
+
+    model = load("demo", dtype="float32")
+    calibration = calibration_for(model, parse_all(["flagrot-auto:bits=2,mode=key", "flagrot-kivi:bits=2,mode=group"]))
+    assert calibration is not None
+    folder.mkdir(parents=True, exist_ok=True)
+    to_transformers(model, torch.bfloat16).save_pretrained(folder)
+    calibration.save(folder / "calib.safetensors")
+
+
 if __name__ == "__main__":
-    save(sys.argv[1], Path(sys.argv[2]))
+    if sys.argv[3:] == ["--weights"]:
+        save_demo(Path(sys.argv[2]))
+    else:
+        save(sys.argv[1], Path(sys.argv[2]))
