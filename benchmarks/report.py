@@ -159,6 +159,8 @@ TABLES = {
     "docs/vllm.md": {
         "decode": report_vllm.decode_table,
         "eager": report_vllm.eager_table,
+        "demo-decode": report_vllm.demo_table,
+        "vllm-quality": report_vllm.quality_table,
         "kernels": report_vllm.kernel_table,
     },
 }

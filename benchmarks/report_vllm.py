@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/vllm.md, from what benchmarks/vllm_decode.py and vllm_kernels.py have measured."""
+"""The tables and the picture of docs/vllm.md, from the results of benchmarks/vllm_{decode,kernels,quality}.py."""
 
 from __future__ import annotations
 
@@ -28,6 +28,10 @@ def _source(found: dict[str, Any]) -> str:
     return f"`{found['command']}` on {found['device']}, {versions}, {found['date']}"
 
 
+def _lines(lines: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def best(rows: list[Row], engine: str, context: int, mode: str) -> Row:
     """The row of most tokens a second within the limit."""
     found = [
@@ -41,9 +45,8 @@ def best(rows: list[Row], engine: str, context: int, mode: str) -> Row:
 
 def decode_table() -> str:
     """Capacity, and the best throughput within the limit by context."""
-    runs = [_load(name) for name in ("vllm-decode", "vllm-decode-more")]
-    rows = [row for run in runs for row in run["rows"]]
-    engines = {name: made for run in runs for name, made in run["engines"].items()}
+    found = _load("vllm-decode")
+    rows, engines = found["rows"], found["engines"]
     contexts = sorted({row["context"] for row in rows})
     head = ["cache", "bytes a token", "tokens of cache", "times BF16"]
     for context in contexts:
@@ -59,17 +62,14 @@ def decode_table() -> str:
             tokens, full = row["output_tokens_per_s"], " (full)" if row["full"] else ""
             cells += [f"{row['batch']}{full}", f"{row['ms_per_output_token']:.1f}", f"{tokens:,.0f}", f"{ratio:.2f}"]
         lines.append(cells)
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    return f"{text}\n\nMeasured with {' and '.join(map(_source, runs))}; one machine, one after the other."
+    return f"{_lines(lines)}\n\nMeasured with {_source(found)}; one engine after the other."
 
 
 def eager_table() -> str:
     """The same engines without CUDA graphs: milliseconds a token at batches that both modes have."""
-    runs = [_load(name) for name in ("vllm-decode", "vllm-decode-more")]
-    rows = [row for run in runs for row in run["rows"]]
     time = {
         (row["engine"], row["context"], row["batch"], row["full"], row["mode"]): row["ms_per_output_token"]
-        for row in rows
+        for row in _load("vllm-decode")["rows"]
     }
     shapes = [(context, batch) for context in (8192, 32768) for batch in (1, 16, None)]
     head = ["ms a token: graph / eager", *(f"{c // 1024}k, batch {b or 'full'}" for c, b in shapes)]
@@ -81,7 +81,52 @@ def eager_table() -> str:
             pair = (time[name, context, size, batch is None, mode] for mode in ("graph", "eager"))
             cells.append(" / ".join(f"{ms:.1f}" for ms in pair))
         lines.append(cells)
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return _lines(lines)
+
+
+def demo_table() -> str:
+    """The demo model with its weights: milliseconds a token at every batch, and tokens a second at most."""
+    found = _load("vllm-demo")
+    rows = [row for row in found["rows"] if row["mode"] == "graph"]
+    batches = sorted({row["batch"] for row in rows if not row["full"]})
+    head = [
+        "cache",
+        "tokens of cache",
+        *(f"batch {batch}" for batch in batches),
+        "largest",
+        "ms",
+        "tokens/s",
+        "times BF16",
+    ]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)]]
+    base = max(row["output_tokens_per_s"] for row in rows if row["engine"] == "bf16")
+    for name, made in found["engines"].items():
+        own = {row["batch"]: row for row in rows if row["engine"] == name}
+        last = own[max(own)]
+        cells = [NAMES[name], f"{made['cache_tokens']:,}"]
+        cells += [f"{own[batch]['ms_per_output_token']:.2f}" for batch in batches]
+        cells += [f"{last['batch']}", f"{last['ms_per_output_token']:.1f}", f"{last['output_tokens_per_s']:,.0f}"]
+        lines.append([*cells, f"{last['output_tokens_per_s'] / base:.2f}"])
+    return f"{_lines(lines)}\n\nMeasured with {_source(found)}."
+
+
+def quality_table() -> str:
+    """Tokens of 1 GiB of cache and KL of one engine on a CPU and one on a GPU, beside ``jkv compare``."""
+    cpu, gpu = _load("vllm-quality"), _load("vllm-quality-gpu")
+    there = {row["scheme"]: row for row in gpu["rows"]}
+    base = next(row["cache_tokens"] for row in cpu["rows"] if row["scheme"] == "bf16")
+    lines = [
+        ["scheme", "tokens of cache", "times BF16", "KL x 1000, CPU", "KL x 1000, H200", "KL x 1000, `jkv compare`"],
+        ["---", *["---:"] * 5],
+    ]
+
+    def kl(row: Row | None, prefix: str = "") -> str:
+        return "" if row is None else f"{row[prefix + 'kl_x1000']:.1f} ± {row[prefix + 'kl_se']:.1f}"
+
+    for row in cpu["rows"]:
+        cells = [f"`{row['scheme']}`", f"{row['cache_tokens']:,}", f"{row['cache_tokens'] / base:.2f}"]
+        lines.append([*cells, kl(row), kl(there.get(row["scheme"])), kl(row, "compare_")])
+    return f"{_lines(lines)}\n\nMeasured with {_source(cpu)} and {_source(gpu)}."
 
 
 def kernel_table() -> str:
@@ -104,14 +149,14 @@ def kernel_table() -> str:
         lines.append(cells)
     heads = found["heads"]
     shape = f"batch 32, {heads['query']}/{heads['kv']} heads, head_dim {heads['head_dim']}"
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nMeasured with {_source(found)}; {shape}."
+    return f"{_lines(lines)}\n\nMeasured with {_source(found)}; {shape}."
 
 
 def plot(path: Path, context: int = 32768) -> None:
     """Throughput against time a token at one context, a line an engine."""
     from matplotlib.figure import Figure
 
-    rows = [row for name in ("vllm-decode", "vllm-decode-more") for row in _load(name)["rows"]]
+    rows = _load("vllm-decode")["rows"]
     figure = Figure(figsize=(7.5, 4.6), layout="constrained")
     axes = figure.add_subplot()
     styles = {"bf16": ("0.35", "o-"), "fp8-fa3": ("0.55", "s-"), "fp8": ("0.7", "^-")}

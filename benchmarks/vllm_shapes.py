@@ -1,6 +1,6 @@
 """Models for vLLM: a config of known sizes with a calibration of random arrays, or the demo model with its weights.
 
-JAX_PLATFORMS=cpu python benchmarks/vllm_shapes.py SHAPE FOLDER              # config.json and calib.safetensors
+JAX_PLATFORMS=cpu python benchmarks/vllm_shapes.py SHAPE FOLDER              # config.json, and a calibration
 JAX_PLATFORMS=cpu python benchmarks/vllm_shapes.py demo FOLDER --weights     # and model.safetensors
 """
 
@@ -44,7 +44,14 @@ SHAPES = {
     "tiny": _shape(2, 64, 128, 4, 2, 128, 512),  # to try the benchmark itself
 }
 _QUERIES = 512  # that a head stores, as calibrating does
+CALIBRATION = "jkv/calib.safetensors"  # in a model's folder
 _FITTED = ("levels", "choice")
+
+
+def save_calibration(calibration: Any, folder: Path) -> None:
+    """Beside the model, whose folder's files are weights to vLLM."""
+    (folder / CALIBRATION).parent.mkdir(exist_ok=True)
+    calibration.save(folder / CALIBRATION)
 
 
 def parameters(shape: dict[str, Any]) -> int:
@@ -72,7 +79,7 @@ def save(name: str, folder: Path) -> None:
     arrays = {key: np.repeat(a, layers, axis=0) for key, a in one.arrays.items() if not key.startswith(_FITTED)}
     meta = {"model": name, "fingerprint": "", "num_heads": shape["num_attention_heads"], "text_sha256": "", "tokens": 0}
     made = Calibration(arrays, one.meta | meta | {"num_layers": layers, "version": 1})
-    made.save(folder / "calib.safetensors")
+    save_calibration(made, folder)
 
 
 def save_demo(folder: Path) -> None:
@@ -89,7 +96,7 @@ def save_demo(folder: Path) -> None:
     assert calibration is not None
     folder.mkdir(parents=True, exist_ok=True)
     to_transformers(model, torch.bfloat16).save_pretrained(folder)
-    calibration.save(folder / "calib.safetensors")
+    save_calibration(calibration, folder)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shlex
 import pytest
 
 from jkv.cli import main
+from jkv.errors import JkvError
 from jkv.page import layout
 from jkv.plan import plan_layers
 from jkv.registry import parse
@@ -99,3 +100,48 @@ def test_a_model_must_be_a_folder_with_sizes(jkv, tmp_path):
     assert "is no Hugging Face folder" in jkv(tmp_path, "--scheme", "kivi")[2]
     (tmp_path / "config.json").write_text("{}")
     assert "states no sizes of a decoder" in jkv(tmp_path, "--scheme", "kivi")[2]
+
+
+GEMMA = {"attn_logit_softcapping": 30.0, "query_pre_attn_scalar": 256, "sliding_window": 1024}
+ASKED = {"softcap": 30.0, "scale": 0.0625, "windows": (None, 1024), "sink_logits": False}
+NOTHING = {"softcap": None, "scale": None, "windows": (None,), "sink_logits": False}
+
+
+@pytest.mark.parametrize(
+    "config, want",
+    [
+        ({}, NOTHING),
+        (GEMMA, ASKED),
+        ({**GEMMA, "layer_types": ["full_attention"] * 8}, ASKED | {"windows": (None,)}),
+        ({"sliding_window": 4096, "use_sliding_window": False, "query_pre_attn_scalar": 128}, NOTHING),
+        ({"model_type": "gpt_oss", "sliding_window": 128}, NOTHING | {"windows": (None, 128), "sink_logits": True}),
+    ],
+)
+def test_kernels_are_those_that_the_model_asks_for(jkv, model, monkeypatch, config, want):
+    """The command that it prints is run, up to lowering."""
+    (model / "config.json").write_text(json.dumps(SIZES | config))
+    spec = "kivi:bits=4,center=off,boundary=1"
+    _, out, _ = jkv(model, "--scheme", spec, "--target", "gfx950", "--json")
+    command, requests = shlex.split(json.loads(out)["build"]), []
+
+    def write_bundle(request, *_, **__):
+        requests.append(request)
+        raise JkvError("enough")
+
+    monkeypatch.setattr("pallas_kernels.bundle.write.write_bundle", write_bundle)
+    assert command[:2] == ["jkv", "build"] and main(command[1:]) == 2
+    (request,) = requests
+    assert request.targets == ("gfx950",) and set(request.specs) == {"bf16:tail=0", spec}
+    assert (request.head_dims, request.gqas, request.num_kv_heads, request.block_tokens) == ((128,), (4,), (4,), 64)
+    assert {name: getattr(request, name) for name in want} == want
+
+
+def test_what_the_model_does_not_allow_is_refused(jkv, model):
+    (model / "config.json").write_text(json.dumps(SIZES | GEMMA))
+    code, _, said = jkv(model, "--scheme", "fp8;1=kivi:bits=4")
+    assert code == 2 and "softcap is not possible with scheme 'kivi:bits=4'" in said and "use center=off" in said
+
+
+def test_an_unknown_gpu_is_refused(jkv, model):
+    code, _, said = jkv(model, "--scheme", "kivi:bits=2", "--target", "sm_80")
+    assert code == 2 and "target='sm_80' is unknown" in said

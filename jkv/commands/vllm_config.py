@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from jkv.commands._shared import JsonFlag, at_least, console, print_json
 from jkv.errors import JkvError
+
+if TYPE_CHECKING:
+    from jkv.core import Scheme
+    from torch_bridge.vllm.capacity import ModelSizes
 
 NAME = "vllm-config"
 HELP = (
@@ -29,6 +33,8 @@ CalibOption = Annotated[Path | None, typer.Option("--calib", metavar="FILE", hel
 MemoryOption = Annotated[float, typer.Option("--gpu-memory", metavar="GIB", help="Memory of the GPU, in GiB.")]
 LengthOption = Annotated[int | None, typer.Option("--max-model-len", metavar="N", help="Tokens of one request.")]
 RowsOption = Annotated[int, typer.Option("--max-num-seqs", metavar="N", help="Requests that run at a time.")]
+TargetOption = Annotated[str, typer.Option("--target", metavar="T", help="The GPU: sm_90, gfx942 or gfx950.")]
+BUNDLE = "kernels.jkv"
 
 
 def command(
@@ -38,6 +44,7 @@ def command(
     gpu_memory: MemoryOption = 80.0,
     max_model_len: LengthOption = None,
     max_num_seqs: RowsOption = 256,
+    target: TargetOption = "sm_90",
     as_json: JsonFlag = False,
 ) -> None:
     at_least("--max-num-seqs", max_num_seqs, 1)
@@ -45,7 +52,7 @@ def command(
         at_least("--max-model-len", max_model_len, 1)
     if gpu_memory <= 0:
         raise JkvError(f"--gpu-memory={gpu_memory:g} is not allowed; it must be above 0")
-    found = describe(model, scheme, calib, gpu_memory, max_model_len, max_num_seqs)
+    found = describe(model, scheme, calib, gpu_memory, max_model_len, max_num_seqs, target)
     if as_json:
         print_json(found)
     else:
@@ -53,20 +60,28 @@ def command(
 
 
 def describe(
-    model: str, spec: str, calib: Path | None, gpu_memory: float, max_model_len: int | None, max_num_seqs: int
-) -> dict[str, Any]:
+    model: str, spec: str, calib: Path | None, gpu_memory: float, max_model_len: int | None, max_num_seqs: int,
+    target: str = "sm_90",
+) -> dict[str, Any]:  # fmt: skip
     """The command, what has to come before it, and tokens of cache: with the scheme, in BF16 and in FP8.
 
     Raises:
       JkvError: for a model, scheme or calibration that does not fit.
     """
     from jkv.calibration import check_scheme, load
+    from jkv.options import AttentionOptions, check_center
+    from jkv.plan import plan_layers
     from jkv.registry import parse
+    from pallas_kernels.build import platform_of
     from torch_bridge.vllm.capacity import GIB, capacity, read_sizes
     from torch_bridge.vllm.sizes import check_windows
 
+    platform_of(target)
     sizes, scheme = read_sizes(model), parse(spec)
     check_windows(scheme.windows, spec)
+    asked = AttentionOptions(softcap=sizes.softcap, sink_logits=True if sizes.sink_logits else None)
+    for layer in dict.fromkeys(plan_layers(scheme, sizes.num_layers).layers):
+        check_center(asked, layer)
     first = None
     if calib is not None:
         check_scheme(load(calib), scheme)
@@ -87,6 +102,7 @@ def describe(
     return {
         "before": first,
         "command": shlex.join(_serve(model, scheme.spec, calib, max_model_len, max_num_seqs)),
+        "build": shlex.join(_build(sizes, scheme, target)),
         "bytes_per_token": own.token_bytes,
         "waiting_bytes": own.waiting_bytes,
         "tokens": {name: each.tokens for name, each in found.items()},
@@ -105,11 +121,30 @@ def _serve(model: str, spec: str, calib: Path | None, max_model_len: int | None,
     return command + ([] if max_model_len is None else ["--max-model-len", str(max_model_len)])
 
 
+def _build(sizes: ModelSizes, scheme: Scheme, target: str) -> list[str]:
+    """The command that lowers all kernels which the engine will ask for."""
+    from jkv.plan import plan_layers
+
+    layers = plan_layers(scheme, sizes.num_layers).layers
+    specs = dict.fromkeys("bf16:tail=0" if layer.name == "bf16" else layer.spec for layer in layers)
+    command = ["jkv", "build", "--target", target, *(word for spec in specs for word in ("--scheme", spec))]
+    command += ["--head-dim", str(sizes.head_dim), "--gqa", str(sizes.num_heads // sizes.num_kv_heads)]
+    command += ["--num-kv-heads", str(sizes.num_kv_heads), "--block-tokens", str(BLOCK_TOKENS)]
+    for name in ("window", "softcap", "scale"):
+        value = getattr(sizes, name)
+        command += [] if value is None else [f"--{name}", f"{value}"]
+    return [*command, *(["--sink-logits"] if sizes.sink_logits else []), "--binary", "-o", BUNDLE]
+
+
 def _show(found: dict[str, Any]) -> None:
     out = console()
     if found["before"]:
         out.print(f"first:  {found['before']}", markup=False, soft_wrap=True)
     out.print(found["command"], markup=False, soft_wrap=True)
+    out.print()
+    out.print("kernels, so that the first start does not lower them:", markup=False)
+    out.print(f"  {found['build']}", markup=False, soft_wrap=True)
+    out.print(f'  and "implementation": "launch:{BUNDLE}" beside the scheme', markup=False)
     out.print()
     tokens, gain = found["tokens"], found["gain"]
     out.print(

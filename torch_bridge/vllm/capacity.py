@@ -20,7 +20,11 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class ModelSizes:
-    """Of a model as its config says; ``weight_bytes`` are those of its files, 0 where there are none."""
+    """Of a model as its config says; ``weight_bytes`` are those of its files, 0 where there are none.
+
+    ``num_heads`` are query heads; the rest is what attention asks for beyond softmax(q k) v, as
+    :class:`jkv.options.AttentionOptions` has it.
+    """
 
     name: str
     num_layers: int
@@ -28,6 +32,11 @@ class ModelSizes:
     head_dim: int
     max_tokens: int
     weight_bytes: int
+    num_heads: int = 0
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    sink_logits: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,16 +62,36 @@ def read_sizes(path: str) -> ModelSizes:
     text: Mapping[str, Any] = data.get("text_config") or data
     try:
         heads = int(text["num_attention_heads"])
+        head_dim = int(text.get("head_dim") or text["hidden_size"] // heads)
         return ModelSizes(
             Path(path).resolve().name,
             int(text["num_hidden_layers"]),
             int(text.get("num_key_value_heads") or heads),
-            int(text.get("head_dim") or text["hidden_size"] // heads),
+            head_dim,
             int(text.get("max_position_embeddings") or 0),
             sum(part.stat().st_size for part in Path(path).glob("*.safetensors")),
+            heads,
+            _window(text),
+            float(text.get("attn_logit_softcapping") or 0) or None,
+            _scale(text, head_dim),
+            text.get("model_type") == "gpt_oss",
         )
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
         raise JkvError(f"model={path!r}: its config.json states no sizes of a decoder: {error!r}") from None
+
+
+def _window(text: Mapping[str, Any]) -> int | None:
+    """The sliding window of some layers. Configs may state one that no layer has."""
+    kinds = text.get("layer_types")
+    if text.get("use_sliding_window") is False or (kinds and "sliding_attention" not in kinds):
+        return None
+    return int(text.get("sliding_window") or 0) or None
+
+
+def _scale(text: Mapping[str, Any], head_dim: int) -> float | None:
+    """What multiplies scores, where it is not ``head_dim ** -0.5``."""
+    found = text.get("query_pre_attn_scalar")
+    return None if found in (None, head_dim) else float(found) ** -0.5
 
 
 def token_bytes(scheme: Scheme, sizes: ModelSizes) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from jkv.errors import JkvError
-from torch_bridge.vllm.model import Shape, check_block, check_drafts
+from torch_bridge.vllm.model import Shape, check_block, check_drafts, check_place
 from torch_bridge.vllm.settings import KEY, Settings, settings_of
 
 
@@ -63,6 +63,7 @@ def check_config(config: Any) -> None:
     from torch_bridge.vllm.model import bind
 
     settings = required(config)
+    check_place(settings, str(config.model_config.model))
     cache, parallel = config.cache_config, config.parallel_config
     if cache.user_specified_block_size:  # otherwise the backend is asked for one that it prefers
         check_block(cache.block_size)

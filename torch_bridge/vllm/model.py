@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -114,6 +115,20 @@ def check_block(block_tokens: int) -> None:
     """
     if block_tokens < PAGE_TOKENS or block_tokens % PAGE_TOKENS:
         raise JkvError(f"block_size={block_tokens} is not allowed with jkv; it must be a multiple of {PAGE_TOKENS}")
+
+
+def check_place(settings: Settings, model: str) -> None:
+    """Refuse a calibration in the model's folder, where vLLM takes it for weights.
+
+    Raises:
+      JkvError: naming the file.
+    """
+    path = None if settings.calibration is None else Path(settings.calibration)
+    if path is not None and path.suffix == ".safetensors" and path.resolve().parent == Path(model).resolve():
+        raise JkvError(
+            f"calibration {settings.calibration!r} lies in the model's folder, where vLLM reads every .safetensors "
+            "file as weights; move it elsewhere"
+        )
 
 
 def check_drafts(count: int) -> None:

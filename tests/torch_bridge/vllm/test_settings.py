@@ -13,7 +13,7 @@ from tests import cases
 from torch_bridge.describe import describe_layers
 from torch_bridge.vllm import model
 from torch_bridge.vllm.describing import layers_of
-from torch_bridge.vllm.model import Shape, layer_number, scheme_of
+from torch_bridge.vllm.model import Shape, check_place, layer_number, scheme_of
 from torch_bridge.vllm.settings import Settings, settings_of
 from torch_bridge.vllm.versions import adapter_name
 
@@ -91,6 +91,16 @@ def test_a_rank_has_its_heads_part_of_a_calibration(tmp_path):
         assert all(
             bool((a == b[rank // 2 : rank // 2 + 1]).all()) for a, b in zip(part.arrays, whole.arrays, strict=True)
         )
+
+
+def test_a_calibration_among_a_models_weights_is_refused(tmp_path):
+    """vLLM would read it as weights."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    with pytest.raises(JkvError, match=r"calib\.safetensors' lies in the model's folder"):
+        check_place(Settings("kivi:bits=2", str(folder / "calib.safetensors")), f"{folder}/")
+    for elsewhere in (None, str(tmp_path / "calib.safetensors"), str(folder / "jkv" / "calib.safetensors")):
+        check_place(Settings("kivi:bits=2", elsewhere), str(folder))
 
 
 def test_layers_are_known_by_their_names():
