@@ -40,8 +40,7 @@ class Ready:
 
     def __call__(self, stream: int, *addresses: int) -> None:
         """Queue it on a stream of its device, which is the current one."""
-        for place, address in zip(self._places, addresses, strict=True):
-            self._addresses[place] = address
+        self.place(*addresses)
         self._queue(stream)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,24 +91,28 @@ def test_ngram_speculation_gives_the_same_distributions():
     assert reads < NEW  # drafts were accepted
 
 
-def test_a_sliding_window_is_the_models(tmp_path):
-    """Random weights: with every token in BF16, or in float8, the distributions are those of vLLM's own attention."""
+def random_model(folder: Path, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two layers of random weights with two KV heads of 64: options of an engine, and a step of one prompt."""
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = MistralConfig(
-        **sizes, vocab_size=256, num_key_value_heads=2, head_dim=32, sliding_window=40, max_position_embeddings=1024
+        **sizes, vocab_size=256, num_key_value_heads=2, head_dim=64, max_position_embeddings=1024, **options
     )
     model = MistralForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    model.save_pretrained(tmp_path)
-    prompt = torch.randint(0, 256, (150,)).tolist()
-    given = {"model": str(tmp_path), "skip_tokenizer_init": True, "max_num_batched_tokens": 64}
-    step = greedy([prompt], NEW)
+    model.save_pretrained(folder)
+    step = greedy([torch.randint(0, 256, (150,)).tolist()], NEW)
     step["sampling"]["detokenize"] = False
+    return {"model": str(folder), "skip_tokenizer_init": True, "max_num_batched_tokens": 64}, step
+
+
+def test_a_sliding_window_is_the_models(tmp_path):
+    """Random weights: with every token in BF16, or in float8, the distributions are those of vLLM's own attention."""
+    given, step = random_model(tmp_path, sliding_window=40)
     exact = engines.run(options(None, **given), step)["steps"][0][0]
     for scheme, far in (("bf16", 1e-3), ("fp8", 0.02), ("fp8:tail=0", 0.02)):
         found = engines.run(options(scheme, **given), step)
@@ -128,6 +134,23 @@ def test_ranks_share_heads_and_calibration(tmp_path):
     assert len(ranks["ranks"]) == 3
     for rank in ranks["ranks"]:
         assert rank["served"] == rank["layers"] == LAYERS and rank["writes"] == rank["reads"] == [NEW]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="needs two GPUs, or none")
+def test_two_ranks_answer_as_one(tmp_path):
+    """On two GPUs where there are some, with launched kernels and CUDA graphs."""
+    given, step = random_model(tmp_path / "model", sliding_window=None)
+    if torch.cuda.is_available():
+        graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1]}
+        given |= {"dtype": "bfloat16", "enforce_eager": False, "compilation_config": graphs}
+        given |= {"kv_cache_memory_bytes": CACHE}
+    path = cases.calibration(64, 2, 2).save(tmp_path / "calib.safetensors")
+    spec = "flagrot-auto:bits=4,mode=fixed"
+    alone = engines.run(options(spec, path, **given), step)
+    ranks = engines.run(options(spec, path, **given, tensor_parallel_size=2), step)
+    assert engines.distance(alone["steps"][0][0], ranks["steps"][0][0]) < 0.02
+    assert len(ranks["ranks"]) == 2 and all(rank["served"] == rank["layers"] == 2 for rank in ranks["ranks"])
+    assert abs(ranks["tokens"] - 2 * alone["tokens"]) <= 2 * BLOCK  # whole blocks
 
 
 def test_wrong_use_is_refused_before_the_model_is_loaded(tmp_path):
