@@ -50,9 +50,9 @@ def _result(text: str) -> Any:
 
 
 def options(scheme: str | None, calibration: Path | None = None, **others: Any) -> Job:
-    """Options of LLM for the demo model: float32, no compilation."""
+    """Options of LLM for the demo model, unless they name another: float32, no compilation."""
     given: Job = {
-        "model": str(folder()),
+        "model": others.get("model") or str(folder()),
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": 512,
