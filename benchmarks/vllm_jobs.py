@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,17 @@ ENGINES = {
     "flagrot-kivi": Kind("flagrot-kivi:bits=2,mode=group", True),
     "fp8-fa3": Kind(backend="FLASH_ATTN", dtype="fp8", number_bytes=1),
 }
+
+
+def versions(*names: str) -> dict[str, str]:
+    """Of Python, and of those packages that are installed."""
+    found = {"python": platform.python_version()}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def device() -> tuple[str, int]:

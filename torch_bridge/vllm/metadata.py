@@ -55,11 +55,9 @@ class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
         where = "" if self.slots is None else f", {self.slots.count} unfinished pages in BF16"
         logging.getLogger("vllm.jkv").info("jkv serves attention layers: %s%s", found, where)
         most = max(rows, *(vllm_config.compilation_config.cudagraph_capture_sizes or (0,)))
-        self._kept: Persistent | None = None
         self._replays: Replays | None = None
         if device.type == "cuda":
-            self._kept = Persistent(most, device)
-            self._replays = Replays(self.slots, self._kept, most, device)
+            self._replays = Replays(self.slots, Persistent(most, device), most, device)
         self._steps, self._lost = 0, torch.zeros((), dtype=torch.int64)
         if device.type != "cpu":
             self._lost = self._lost.pin_memory()
@@ -101,12 +99,12 @@ class JkvMetadataBuilder(AttentionMetadataBuilder[JkvMetadata]):
 
     def _planned(self, batch: Batch, idle: bool) -> Step:
         """The step of a batch: recorded where such a batch has been captured, else operation by operation."""
-        if self._kept is None or self._replays is None:
+        if self._replays is None:
             return plan(batch, self.slots, idle)
         replayed = None if idle else self._replays.step(batch)
         if replayed is not None:
             return replayed
-        step = self._kept.hold(plan(batch, self.slots, idle))
+        step = self._replays.kept.hold(plan(batch, self.slots, idle))
         if idle and not torch.cuda.is_current_stream_capturing():
             self._replays.learn(batch)
         return step

@@ -29,7 +29,7 @@ class Replays:
         device: torch.device | str,
         record: Record | None = None,
     ):
-        self._slots, self._kept = slots, kept
+        self._slots, self.kept = slots, kept
         self._lengths = torch.zeros(rows, dtype=torch.int32, device=device)
         self._mapping = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self._record = record or _Graphs()
@@ -48,12 +48,12 @@ class Replays:
         lengths, mapping, made = self._lengths[:rows], self._mapping[:rows], []
         table = batch.block_table.new_zeros(rows, 0)  # nobody looks into it
         own = dataclasses.replace(batch, lengths=lengths, slot_mapping=mapping, block_table=table)
-        replay = self._record(lambda: made.append(self._kept.hold(decoding(own, self._slots))))
+        replay = self._record(lambda: made.append(self.kept.hold(decoding(own, self._slots))))
         self._known[rows, batch.block_tokens] = replay, made[0]
 
     def step(self, batch: Batch) -> Step | None:
         """The step of a batch whose form is known; None for others."""
-        if max(batch.counts, default=0) > 1:
+        if not decodes(batch, self._slots):
             return None
         found = self._known.get((batch.rows, batch.block_tokens))
         if found is None:
