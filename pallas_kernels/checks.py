@@ -83,3 +83,18 @@ def check_values(
         raise JkvError(
             f"block_table[{row}, {entry}]={table[row, entry]} is out of range; blocks go from 0 to {num_blocks - 1}"
         )
+
+
+def check_read(k: Array, v: Array, page: Array, row: Array) -> None:
+    """Refuse rows and pages that do not fit together.
+
+    Raises:
+      JkvError: naming the operands, what they are and what they must be.
+    """
+    if k.ndim != 3 or v.shape != k.shape or v.dtype != k.dtype or not jnp.issubdtype(k.dtype, jnp.floating):
+        raise JkvError(
+            f"k {k.dtype} {tuple(k.shape)} and v {v.dtype} {tuple(v.shape)} do not fit; they must be [N, H, D] of the "
+            "same float dtype"
+        )
+    if page.ndim != 1 or row.shape != page.shape:
+        raise JkvError(f"page {tuple(page.shape)} and row {tuple(row.shape)} do not fit; they must be [P] twice")

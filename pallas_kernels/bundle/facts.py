@@ -54,6 +54,17 @@ class Writing:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reading:
+    """Pages back as rows of ``dtype``."""
+
+    spec: str
+    head_dim: int
+    num_kv_heads: int
+    block_tokens: int = 64
+    dtype: str = "bfloat16"
+
+
+@dataclasses.dataclass(frozen=True)
 class Appending:
     """A token a row on its way to pages, whatever their scheme: ``tail`` slots of the ring, ``sinks`` first tokens;
     ``dtype`` is that of keys and values; ``placed`` as for attention."""
@@ -74,14 +85,15 @@ class Stepping:
     block_tokens: int = 64
 
 
-Facts = Attention | Writing | Appending | Stepping
-OPS: dict[str, type[Attention] | type[Writing] | type[Appending] | type[Stepping]] = {
+Facts = Attention | Writing | Reading | Appending | Stepping
+OPS: dict[str, type[Attention] | type[Writing] | type[Reading] | type[Appending] | type[Stepping]] = {
     "prepare": Attention,
     "split": Attention,
     "combine": Attention,
     "write": Writing,
     "write_pages": Writing,
     "flush": Writing,
+    "read": Reading,
     "append": Appending,
     "step": Stepping,
 }

@@ -10,7 +10,7 @@ import numpy as np
 
 from jkv import page as pages
 from pallas_kernels import build, compat
-from pallas_kernels.bundle.facts import Attention, Facts, Writing, layout_digest
+from pallas_kernels.bundle.facts import Attention, Facts, Reading, Writing, layout_digest
 from pallas_kernels.bundle.format import Argument, Extent, Kernel, Role, Variant
 from pallas_kernels.bundle.ops import parts_of
 from pallas_kernels.bundle.origins import Launch, Operand, launch_of
@@ -65,7 +65,7 @@ def make(op: str, facts: Facts, target: str) -> Made:
 
 def _layout(facts: Facts) -> str:
     """The digest of the pages that a kernel reads or writes; empty where it has none."""
-    if isinstance(facts, Attention | Writing):
+    if isinstance(facts, Attention | Writing | Reading):
         return layout_digest(pages.layout(scheme_of(facts), facts.head_dim))
     return ""
 

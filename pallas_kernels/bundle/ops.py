@@ -1,6 +1,6 @@
 """The kernels that serving needs, one by one.
 
-``k/NAME`` and ``v/NAME`` are a layer's calibration: as codecs read it, or for writing as
+``k/NAME`` and ``v/NAME`` are a layer's calibration: as codecs read it, or for writing and reading back as
 :func:`pallas_kernels.encoding.prepare` makes it.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from pallas_kernels import build
-from pallas_kernels.bundle import attention, writing
-from pallas_kernels.bundle.facts import Appending, Attention, Facts, Stepping
+from pallas_kernels.bundle import attention, reading, writing
+from pallas_kernels.bundle.facts import Appending, Attention, Facts, Reading, Stepping
 from pallas_kernels.bundle.parts import Part, scheme_of
 
 
@@ -18,6 +18,8 @@ def parts_of(op: str, facts: Facts, target: str) -> list[Part]:
     """The texts of one operation on a target, those with limits first."""
     if isinstance(facts, Attention):
         return {"prepare": attention.prepare, "split": attention.split, "combine": attention.combine}[op](facts, target)
+    if isinstance(facts, Reading):
+        return reading.read(facts)
     if isinstance(facts, Appending):
         return writing.append(facts)
     if isinstance(facts, Stepping):

@@ -15,7 +15,7 @@ from jkv import page as pages
 from jkv.core import PAGE_TOKENS, SEGMENT, Scheme
 from jkv.registry import parse
 from jkv.units import Windows
-from pallas_kernels.bundle.facts import Attention, Writing
+from pallas_kernels.bundle.facts import Attention, Reading, Writing
 
 Named = dict[str, Any]
 # What stands for a target's device: the names that tables and defaults go by.
@@ -52,8 +52,10 @@ class Part:
     limits: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
-def scheme_of(facts: Attention | Writing) -> Scheme:
+def scheme_of(facts: Attention | Writing | Reading) -> Scheme:
     """The scheme of some facts, with their windows."""
+    if isinstance(facts, Reading):
+        return parse(facts.spec)
     windows = Windows(
         tail="page" if facts.tail else "0",
         sink=getattr(facts, "sinks", 0),
@@ -66,7 +68,7 @@ def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
-def calib_of(scheme: Scheme, facts: Attention | Writing) -> Named:
+def calib_of(scheme: Scheme, facts: Attention | Writing | Reading) -> Named:
     """A layer's bound arrays: names and shapes are those of :func:`jkv.calibration.bind`."""
     heads, dim = facts.num_kv_heads, facts.head_dim
     tables = scheme.tables(dim)
@@ -89,6 +91,6 @@ def sides_of(arrays: Named) -> dict[str, Named]:
     return {side: {name[2:]: a for name, a in arrays.items() if name[:2] == f"{side}/"} for side in "kv"}
 
 
-def pool_of(scheme: Scheme, facts: Attention | Writing) -> jax.ShapeDtypeStruct:
+def pool_of(scheme: Scheme, facts: Attention | Writing | Reading) -> jax.ShapeDtypeStruct:
     size = facts.block_tokens // PAGE_TOKENS * pages.layout(scheme, facts.head_dim).nbytes
     return array("uint8", PRIMES["blocks"], facts.num_kv_heads, size)

@@ -12,7 +12,7 @@ from jkv.errors import JkvError
 from jkv.options import AttentionOptions, check_center, check_range
 from jkv.registry import parse
 from pallas_kernels import build
-from pallas_kernels.bundle.facts import Appending, Attention, Facts, Stepping, Writing, codec_spec
+from pallas_kernels.bundle.facts import Appending, Attention, Facts, Reading, Stepping, Writing, codec_spec
 from pallas_kernels.bundle.ops import recipe_of
 
 DEFAULT_SPECS = (
@@ -108,6 +108,8 @@ def jobs_for(facts: Facts, target: str) -> list[Job]:
     """All operations of one setting on one target."""
     if isinstance(facts, Attention):
         ops: tuple[str, ...] = ("prepare", "split", "combine")
+    elif isinstance(facts, Reading):
+        ops = ("read",)
     elif isinstance(facts, Appending):
         ops = ("append",)
     elif isinstance(facts, Stepping):
@@ -128,6 +130,7 @@ def _settings(request: Request) -> Iterator[tuple[str, Facts]]:
                 common["dtype"] = request.dtype
                 writing = Writing(codecs, head_dim, heads, **common)
                 yield from ((op, writing) for op in _writes(scheme.granularity, windows.tail_tokens))
+                yield "read", Reading(codecs, head_dim, heads, request.block_tokens, request.dtype)
                 if windows.tail_tokens or windows.sink:
                     kept = (windows.tail_tokens, windows.sink)
                     yield "append", Appending(head_dim, heads, *kept, request.dtype)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jkv import page as pages
 from jkv.core import PAGE_TOKENS
 from jkv.registry import parse
-from pallas_kernels import append, build, combine, compat, decode, flush, lane_decode, scaled, step, warp, write
+from pallas_kernels import append, build, combine, compat, decode, flush, lane_decode, read, scaled, step, warp, write
 from pallas_kernels.config import DecodeConfig, decode_config, layout_key
 from pallas_kernels.options import AttentionOptions
 from pallas_kernels.prepare import prepare_copies
@@ -131,6 +131,12 @@ def _flush(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any
     return functools.partial(flush.flush, scheme, interpret=False), (calib, tail, tail, pool, row, row)
 
 
+def _read(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    scheme, calib, _, pool = _of(launch)
+    page, x = _shape((launch.rows,), jnp.int32), _shape((4096, HEADS, launch.head_dim), jnp.bfloat16)
+    return functools.partial(read.read_pages, scheme, interpret=False), (calib, pool, page, page, x, x)
+
+
 def _append(launch: Launch, platform: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     x, row = _shape((launch.rows, 1, HEADS, launch.head_dim), jnp.bfloat16), _shape((launch.rows,), jnp.int32)
     tail, sinks = (_shape((2, launch.rows, HEADS, n, launch.head_dim), jnp.bfloat16) for n in (PAGE_TOKENS, 4))
@@ -153,6 +159,7 @@ _OTHERS: dict[str, Callable[..., Any]] = {
     "write": _write,
     "warp_write": _write,
     "flush": _flush,
+    "read": _read,
     "append": _append,
     "step": _step,
 }

@@ -24,6 +24,7 @@ PORTABLE = (
     Launch("write", AUTO, rows=256),
     Launch("write", "ultraquant", rows=256),
     Launch("flush", KIVI),
+    *(Launch("read", spec) for spec in (AUTO, KIVI, "ultraquant")),
     Launch("append", "bf16", rows=32),
     Launch("step", "bf16", rows=32),
 )

@@ -16,7 +16,7 @@ from jkv.errors import JkvError
 from jkv.page import layout
 from jkv.registry import parse
 from pallas_kernels.bundle import parts, write
-from pallas_kernels.bundle.facts import Appending, Attention, Stepping, Writing, codec_spec, layout_digest
+from pallas_kernels.bundle.facts import Appending, Attention, Reading, Stepping, Writing, codec_spec, layout_digest
 from pallas_kernels.bundle.format import MANIFEST, TABLES, Extent, seal
 from pallas_kernels.bundle.kernels import make
 from pallas_kernels.bundle.read import Bundle, load_bundle
@@ -55,14 +55,22 @@ def test_round_trip(made: Path):
             for name, table in again.tables.items():
                 assert (bundle.table(name) == table).all()
     assert {kernel.op for kernel in bundle.manifest.kernels} == {
-        "prepare", "split", "combine", "write", "write_pages", "flush", "append", "step"
+        "prepare", "split", "combine", "write", "write_pages", "flush", "read", "append", "step"
     }  # fmt: skip
     split = bundle.kernel("split", Attention(SCALED, 64, 8, 4), "gfx950")
     assert split.targets == ("gfx950",) and "tt.dot_scaled" in bundle.text(split, split.variants[0]).text
     assert bundle.kernel("write", Writing(SCALED, 64, 8), "gfx950").targets == ("gfx942", "gfx950")
 
 
-OTHER = {"batch": 20011, "splits": 1019, "tokens": 30011, "pages": 10037, "width": 1031, "blocks": 1033}
+OTHER = {
+    "batch": 20021,
+    "splits": 1019,
+    "tokens": 30011,
+    "pages": 10037,
+    "width": 1031,
+    "blocks": 1033,
+    "places": 20023,
+}
 
 
 @pytest.mark.parametrize(
@@ -77,6 +85,8 @@ OTHER = {"batch": 20011, "splits": 1019, "tokens": 30011, "pages": 10037, "width
         ("write", Writing("ultraquant", 64, 8), "gfx950"),
         ("write_pages", Writing(KIVI, 64, 8), "gfx950"),
         ("flush", Writing(KIVI, 64, 8, tail=64), "sm_90"),
+        ("read", Reading(AUTO, 64, 8), "sm_90"),
+        ("read", Reading("turboquant:bits=3,qjl=on", 64, 8, dtype="float32"), "gfx950"),
         ("append", Appending(64, 8, tail=64, sinks=4), "sm_90"),
         ("append", Appending(96, 5, tail=0, sinks=4, dtype="float32"), "gfx950"),
         ("step", Stepping(tail=64), "sm_90"),
@@ -125,7 +135,8 @@ def test_facts():
     assert len(digests) == 4
     windows = Request(targets=("sm_90",), specs=("rtn:bits=4,tail=0,sink=4",), head_dims=(64,), gqas=(1,), steps=(1,))
     jobs = {job.op: job.facts for job in jobs_of(windows)}
-    assert set(jobs) == {"prepare", "split", "combine", "write", "append", "step"}
+    assert set(jobs) == {"prepare", "split", "combine", "write", "read", "append", "step"}
+    assert jobs["read"] == Reading("rtn:bits=4", 64, 8)
     assert jobs["append"] == Appending(64, 8, tail=0, sinks=4) and jobs["step"] == Stepping(0)
     assert jobs["split"] == Attention("rtn:bits=4", 64, 8, 1, tail=0, sinks=4)
     asked = dataclasses.replace(
@@ -271,7 +282,7 @@ def test_the_command_and_what_it_compiles(tmp_path: Path, capsys: pytest.Capture
     assert main(["build", *arguments, "--asm", "--binary", "--json", "-o", str(place)]) == 0
     said = json.loads(capsys.readouterr().out)
     bundle = load_bundle(place)
-    assert said["kernels"] == len(bundle.manifest.kernels) == 11 and "triton" in said["made_with"]
+    assert said["kernels"] == len(bundle.manifest.kernels) == 12 and "triton" in said["made_with"]
     split = bundle.kernel("split", Attention(SCALED, 128, 8, 4), "gfx950")
     (variant,) = split.variants
     assembly = (place / variant.assembly["gfx950"]).read_text()

@@ -80,6 +80,12 @@ def test_flush(spec: str, platform: str):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("spec", cases.SPECS)
+def test_read(spec: str, platform: str):
+    assert Launch("read", spec).lower(platform).grid == (4, 2, 1)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
 @pytest.mark.parametrize("head_dim", [64, 96, 256])
 def test_append(head_dim: int, platform: str):
     lowered = Launch("append", "bf16", head_dim, rows=32).lower(platform)
