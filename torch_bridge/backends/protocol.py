@@ -69,8 +69,10 @@ class Backend(Protocol):
     tensors of ``calib`` the same ones from step to step. Pools are updated in place, on torch's current stream. No
     result shares memory with an operand. An implementation may have ``steps(cache)``, which prepares those of a cache
     (:class:`Steps`), and ``rows(scheme, options, waiting)``, which prepares those of an engine's layer (:class:`Rows`)
-    and says by that that CUDA graphs can hold what it does. What is said here holds for values on a GPU, which nobody
-    has looked at: a slot, page or block outside the pool is never followed.
+    and says by that that CUDA graphs can hold what it does. ``read_pages(description, calib, pool, page, row, k, v)``
+    puts pages ``page: int32[P]`` into rows ``row[p] .. row[p] + 32`` of ``k, v: [N, H, D]``, where there is one. What
+    is said here holds for values on a GPU, which nobody has looked at: a slot, page or block outside the pool is never
+    followed.
     """
 
     def prepare_query(

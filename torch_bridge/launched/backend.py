@@ -192,6 +192,38 @@ class LaunchedBackend:
 
         return self._plan((op, pool.shape[1:], dtype, tail, placed), description, (calib,), make)
 
+    def read_pages(
+        self, description: Description, calib: Calibs, pool: Tensor, page: Tensor, row: Tensor, k: Tensor, v: Tensor
+    ) -> None:
+        """Put pages ``page: int32[P]`` of the pool into rows ``row[p] .. row[p] + 32`` of ``k, v: [N, H, D]``, in the
+        original basis; what a prompt attends to. Pages and rows outside are skipped."""
+        sizes = {"pages": len(page), "blocks": pool.shape[0], "places": len(k)}
+        launcher = self._reader(description, calib, pool, k.dtype)
+        given = {
+            "pool": pool,
+            "page": _aligned(page),
+            "row": _aligned(row),
+            "k": k,
+            "v": v,
+            "sizes": self._library.sizes(sizes),
+        }
+        launcher.launch(sizes, *(given[name] for name in launcher.names))
+
+    def _reader(self, description: Description, calib: Calibs, pool: Tensor, dtype: torch.dtype) -> Launcher:
+        def make() -> Launcher:
+            facts: dict[str, Any] = {
+                "spec": description.spec,
+                "head_dim": description.head_dim,
+                "num_kv_heads": pool.shape[1],
+                "block_tokens": pool.shape[2] // description.page.nbytes * PAGE_TOKENS,
+                "dtype": str(dtype).removeprefix("torch."),
+            }
+            kernel = self._library.kernel("read", layout=layout_digest(description.page), **facts)
+            arrays = write_arrays(description, calib)
+            return kernel.bind({name: _aligned(a) for name, a in arrays.items() if name in kernel.names})
+
+        return self._plan(("read", pool.shape[1:], dtype), description, (calib,), make)
+
     def steps(self, cache: PagedCache) -> Steps:
         """Decoding steps of a cache, for which most is known before they come."""
         return Steps(self, cache)

@@ -88,6 +88,30 @@ def test_chunks(launched: LaunchedBackend, spec: str, steps: int):
 
 
 @pytest.mark.parametrize("spec", SPECS)
+def test_reading_pages_back(launched: LaunchedBackend, spec: str):
+    rows = filled(spec, DIM)
+    description, calib, pool, table, _ = _on_device(rows)
+    pages = torch.arange(PER_BLOCK, device=DEVICE) + table.flatten()[:, None] * PER_BLOCK
+    page = pages.flatten()[:5].to(torch.int32)
+    row = torch.tensor([96, 0, 40, -1, 300], dtype=torch.int32, device=DEVICE)
+    page[1] = -1
+    shape = (160, HEADS, DIM)
+    own = [torch.full(shape, value, dtype=torch.bfloat16, device=DEVICE) for value in (7.0, 8.0)]
+    launched.read_pages(description, calib, pool, page, row, *own)
+    if not GPU:
+        return
+    number = torch.arange(pool.shape[0])
+    blocks = reference.dequantize_pages(description, rows.at.tensors, rows.pool, number)
+    for x, value, all_ in zip(own, (7.0, 8.0), blocks, strict=True):
+        stored = all_.unflatten(2, (PER_BLOCK, PAGE_TOKENS)).transpose(1, 2).flatten(0, 1)  # [page, H, 32, D]
+        want = torch.full(shape, value)
+        for at, first in zip(page.tolist(), row.tolist(), strict=True):
+            if at >= 0 and first + PAGE_TOKENS <= len(want):
+                want[max(first, 0) : first + PAGE_TOKENS] = stored[at].transpose(0, 1)[max(-first, 0) :]
+        torch.testing.assert_close(x.cpu().float(), want, rtol=2**-7, atol=1e-5 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("spec", SPECS)
 def test_writing(launched: LaunchedBackend, spec: str):
     at, rows = side(spec, DIM), filled(spec, DIM)
     description, calib, *_ = _on_device(rows)
