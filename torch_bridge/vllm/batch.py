@@ -85,13 +85,19 @@ class Chunk(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """One row of many tokens, ``first .. first + steps`` of the step, after ``before`` others."""
+    """One row of many tokens, ``first .. first + steps`` of the step, after ``before`` others: in the pages
+    ``page: int32[P]``, of which each begins at ``row[P]`` of what is before, and in BF16. ``block_table: [1, NB]`` are
+    the blocks of those pages. ``queries`` and ``keys`` are ``[0, steps]`` and ``[0, before + steps]`` on the device."""
 
     first: int
     steps: int
     before: int
     place: Tensor
+    page: Tensor
+    row: Tensor
     block_table: Tensor
+    queries: Tensor
+    keys: Tensor
 
 
 class Pages(NamedTuple):

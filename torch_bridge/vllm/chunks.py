@@ -97,15 +97,25 @@ def prompts_of(rows: Rows) -> tuple[Prompt, ...]:
     known = rows.batch.lengths if rows.batch.lengths_cpu is None else rows.batch.lengths_cpu
     lengths = known.tolist()
     place = rows.place_of(rows.begin)
-    return tuple(
-        Prompt(
-            rows.first[row],
-            rows.batch.counts[row],
-            max(lengths[row] - rows.batch.counts[row], 0),
-            place[row : row + 1],
-            rows.batch.block_table[row : row + 1],
-        )
-        for row in long
+    return tuple(_prompt(rows, row, max(lengths[row] - rows.batch.counts[row], 0), place) for row in long)
+
+
+def _prompt(rows: Rows, row: int, before: int, place: Tensor) -> Prompt:
+    steps, block_tokens = rows.batch.counts[row], rows.batch.block_tokens
+    inside = before if rows.slots is None else before // PAGE_TOKENS * PAGE_TOKENS
+    table = rows.batch.block_table[row : row + 1]
+    number = torch.arange(-(-inside // PAGE_TOKENS), device=place.device)
+    ends = rows.put([0, steps, 0, before + steps]).to(torch.int32)
+    return Prompt(
+        first=rows.first[row],
+        steps=steps,
+        before=before,
+        place=place[row : row + 1],
+        page=entries(table, number[None], block_tokens)[0].to(torch.int32),
+        row=(number * PAGE_TOKENS).to(torch.int32),
+        block_table=table[:, : -(-inside // block_tokens)],
+        queries=ends[:2],
+        keys=ends[2:],
     )
 
 

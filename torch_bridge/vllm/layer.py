@@ -9,19 +9,18 @@ it takes the place of.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
 from jkv.errors import JkvError
 from jkv.options import AttentionOptions
+from jkv.units import PAGE_TOKENS
 from torch_bridge import ops
 from torch_bridge.backends import find
 from torch_bridge.backends.protocol import Rows
 from torch_bridge.reference import ring
 from torch_bridge.store import Scheme
-from torch_bridge.vllm.batch import Chunk, Pages, Prompt, Rest, Singles, Step
+from torch_bridge.vllm.batch import Chunk, Pages, Prompt, Singles, Step
 from torch_bridge.vllm.prompt import Context, attend_prompt
 
 Pair = tuple[Tensor, Tensor]
@@ -45,7 +44,9 @@ class ServedLayer:
         prepare = getattr(find(self._nonfinite.device, implementation), "rows", None)
         self._rows: Rows | None = None if prepare is None else prepare(scheme, self.options, waiting)
         self.writes = self.reads = 0
-        self._gathered: Pair | None = None  # BF16 pages of rows of one token, from write to attend
+        # From write to attend: the step's tokens as BF16, and the BF16 pages of rows of one token.
+        self._settled: Tensor | None = None
+        self._gathered: Pair | None = None
 
     @property
     def nonfinite(self) -> Tensor:
@@ -80,6 +81,8 @@ class ServedLayer:
             self._wait(own, step.singles.place, step.singles.offset)
             self._gathered = self._tail(step.singles.place)
             self._seal(pool, step.singles, self._gathered)
+        if step.rest is not None:
+            self._settled = settled
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, step: Step, out: Tensor) -> None:
         """Attention of the step's tokens ``q: [tokens or more, Hq, D]``, into ``out`` of the same form."""
@@ -96,7 +99,9 @@ class ServedLayer:
             own = slice(prompt.first, prompt.first + prompt.steps)
             out[own] = self._attend_prompt(q[own], k[own], v[own], pool, prompt)
         if step.rest is not None:
-            self._keep_rest(k, v, step.rest, step)
+            assert self._settled is not None
+            self._wait(self._settled[:, :, step.rest.token], step.rest.place, step.rest.offset)
+            self._settled = None
 
     def _attend_singles(self, q: Tensor, pool: Tensor, rows: Singles, tail: Pair | None) -> Tensor:
         if self.waiting is not None and tail is None:  # written by launches
@@ -116,11 +121,9 @@ class ServedLayer:
         )  # fmt: skip
 
     def _attend_prompt(self, q: Tensor, k: Tensor, v: Tensor, pool: Tensor, row: Prompt) -> Tensor:
-        tail = None
-        if self.waiting is not None and row.before:
-            tail = self._tail(row.place)
-        context = Context(self.scheme, pool, row.block_table, row.before, tail, self.implementation)
-        return attend_prompt(context, q, k, v, self.options)
+        tail = self._tail(row.place) if self.waiting is not None and row.before % PAGE_TOKENS else None
+        context = Context(self.scheme, pool, tail, self.implementation)
+        return attend_prompt(context, row, q, k, v, self.options)
 
     def _tail(self, place: Tensor) -> Pair:
         """The BF16 pages of rows, ``[B, H, 32, D]`` each."""
@@ -158,7 +161,3 @@ class ServedLayer:
         ops.flush_group(
             self.scheme.text, self.scheme.arrays, *tail, pool, start, rows.page, implementation=self.implementation
         )
-
-    def _keep_rest(self, k: Tensor, v: Tensor, rest: Rest, step: Step) -> None:
-        live = dataclasses.replace(step, live=step.live[rest.token])
-        self._wait(self._settle(k[rest.token], v[rest.token], live), rest.place, rest.offset)

@@ -1,6 +1,6 @@
 """Attention of one long chunk: what is cached is read back once, and the softmax runs over everything.
 
-No kernel of jkv has chunks of this size. Where nothing but a softmax is asked for, torch's own attention computes it.
+No kernel of jkv has chunks of this size: vLLM's or torch's own attention computes it, from plain keys and values.
 """
 
 from __future__ import annotations
@@ -15,29 +15,36 @@ from torch.nn.functional import scaled_dot_product_attention
 from jkv.options import AttentionOptions
 from jkv.units import PAGE_TOKENS
 from torch_bridge import ops
+from torch_bridge.backends import find
 from torch_bridge.store import Scheme
+from torch_bridge.vllm.batch import Prompt
+from torch_bridge.vllm.flash import Ends, flash_attention
 
 _BLOCK = 256  # queries at a time
+Pair = tuple[Tensor, Tensor]
 
 
 class Context(NamedTuple):
-    """What one row has before the chunk: ``before`` tokens, whole pages of them in ``block_table[1, M]``'s blocks and
-    the others in ``tail`` (BF16, ``[1, H, 32, D]`` each); without a tail all are in pages."""
+    """What a row has before the chunk: pages in ``pool``, and after them the tokens in ``tail``, BF16 without the mean
+    key, ``[1, H, 32, D]`` each; without a tail all are in pages."""
 
     scheme: Scheme
     pool: Tensor
-    block_table: Tensor
-    before: int
-    tail: tuple[Tensor, Tensor] | None
+    tail: Pair | None
     implementation: str | None
 
 
-def attend_prompt(context: Context, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+def attend_prompt(context: Context, row: Prompt, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
     """Causal attention of ``q[T, Hq, D]`` over the context and the chunk ``k, v: [T, H, D]``: ``[T, Hq, D]``."""
-    keys, values = k.transpose(0, 1), v.transpose(0, 1)
-    if context.before:
-        held = _read(context)
-        keys, values = (torch.cat([a.to(b.dtype), b], dim=1) for a, b in zip(held, (keys, values), strict=True))
+    keys, values, ends = k, v, row.keys
+    if row.before:
+        unseen = _unseen(context, row, options.window)
+        keys, values = _joined(context, row, unseen, k, v)
+        ends = (ends - unseen).clamp(min=0) if unseen else ends
+    flash = flash_attention(q, options)
+    if flash is not None:
+        return flash(q, keys, values, Ends(row.queries, ends), options)
+    keys, values = keys.transpose(0, 1), values.transpose(0, 1)
     if q.device.type == "cpu":  # half precision is slow there
         q, keys, values = q.to(torch.float32), keys.to(torch.float32), values.to(torch.float32)
     if options.window is None and options.softcap is None and options.sink_logits is None:
@@ -45,21 +52,37 @@ def attend_prompt(context: Context, q: Tensor, k: Tensor, v: Tensor, options: At
     return _with_options(q, keys, values, options)
 
 
-def _read(context: Context) -> tuple[Tensor, Tensor]:
-    """The ``before`` tokens in the original basis: float32 ``k, v: [H, before, D]``."""
-    scheme, pool, before = context.scheme, context.pool, context.before
+def _unseen(context: Context, row: Prompt, window: int | None) -> int:
+    """Tokens of whole blocks at the beginning that no query of the chunk sees: an engine may have taken them back."""
+    if window is None:
+        return 0
+    block_tokens = context.pool.shape[2] // context.scheme.description.page.nbytes * PAGE_TOKENS
+    return max(row.before + 1 - window, 0) // block_tokens * block_tokens
+
+
+def _joined(context: Context, row: Prompt, unseen: int, k: Tensor, v: Tensor) -> Pair:
+    """The tokens before the chunk but the ``unseen`` ones, in the original basis, and then those of the chunk,
+    ``[N, H, D]``."""
+    scheme, pool, before = context.scheme, context.pool, row.before - unseen
+    both = tuple(x.new_empty(before + len(x), *x.shape[1:]) for x in (k, v))
     inside = before if context.tail is None else before // PAGE_TOKENS * PAGE_TOKENS
-    block_tokens = pool.shape[2] // scheme.description.page.nbytes * PAGE_TOKENS
-    table = context.block_table[:, : -(-inside // block_tokens)]
-    parts: list[list[Tensor]] = [[], []]
-    if inside:
-        read = ops.dequantize_pages(scheme.text, scheme.arrays, pool, table, implementation=context.implementation)
-        parts = [[x[0, :, :inside]] for x in read]
+    backend, page = find(pool.device, context.implementation), row.page[unseen // PAGE_TOKENS :]
+    if hasattr(backend, "read_pages"):
+        # A page that is not full reaches into the chunk's rows, which come after.
+        backend.read_pages(scheme.description, scheme.calib, pool, page, row.row[: len(page)], *both)
+    elif inside:
+        pages = pool.shape[2] // scheme.description.page.nbytes
+        table = row.block_table[:, unseen // (pages * PAGE_TOKENS) :]
+        stored = ops.dequantize_pages(scheme.text, scheme.arrays, pool, table, implementation=context.implementation)
+        for x, own in zip(both, stored, strict=True):
+            x[:inside] = own[0, :, :inside].transpose(0, 1)
     if context.tail is not None and inside < before:
-        k, v = (x[0, :, : before - inside].to(torch.float32) for x in context.tail)
-        parts[0].append(k if scheme.mean is None else k + scheme.mean[:, None])
-        parts[1].append(v)
-    return torch.cat(parts[0], dim=1), torch.cat(parts[1], dim=1)
+        for x, own, mean in zip(both, context.tail, (scheme.mean, None), strict=True):
+            rest = own[0, :, : before - inside].to(torch.float32)
+            x[inside:before] = (rest if mean is None else rest + mean[:, None]).transpose(0, 1)
+    for x, own in zip(both, (k, v), strict=True):
+        x[before:] = own
+    return both[0], both[1]
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -134,6 +134,8 @@ class Engine:
         slots: list[int] = []
         for row, (request, count) in enumerate(rows):
             table[row, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
+            if self.options.window is not None:  # an engine takes back blocks that nobody sees any more
+                table[row, : max(request.computed + 1 - self.options.window, 0) // self.block_tokens] = 0
             lengths[row] = request.computed + count
             for position in range(request.computed, request.computed + count):
                 block = request.blocks[position // self.block_tokens]

@@ -44,6 +44,30 @@ def test_mixed_steps(spec, depth):
     made.step([(rows[0], 1), (rows[1], 1), (rows[2], 7), (rows[3], 90)], padding=0)
 
 
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize(
+    "options",
+    [
+        AttentionOptions(),
+        AttentionOptions(window=40),
+        AttentionOptions(softcap=5.0, scale=0.3),
+        AttentionOptions(sink_logits=torch.linspace(-1, 2, HEADS * GROUP)),
+    ],
+    ids=["plain", "window", "softcap", "sinks"],
+)
+@pytest.mark.parametrize("spec", [*SPECS, "turboquant:bits=4"])
+def test_prompts(spec, options):
+    """Long chunks after chunks: pages are read back, vLLM's attention runs where it is installed."""
+    if options.softcap or options.sink_logits is not None:
+        spec += "" if spec.startswith(("bf16", "ultra", "turbo", "rtn")) else ",center=off"
+    logits = options.sink_logits
+    made = engine(spec, options=dataclasses.replace(options, sink_logits=None if logits is None else logits.to(DEVICE)))
+    made.options = options  # of what is expected, on the CPU
+    rows = [made.request(600) for _ in range(4)]
+    for counts in ((70, 96, 129, 300), (80, 100, 65, 70), (65, 128, 200, 66)):
+        made.step(list(zip(rows, counts, strict=True)))
+
+
 def captured(work: Callable[[], None], same_stream: bool) -> Callable[[], None]:
     """What does the work again: a graph, made after kernels are compiled and loaded; engines capture on a stream that
     has not seen the work before."""

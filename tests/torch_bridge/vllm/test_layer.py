@@ -81,7 +81,7 @@ def test_decoding_across_pages_and_blocks(spec, depth, block_tokens):
 def test_options_hold_in_every_kind_of_row(spec, options):
     engine = Engine(spec, options=options)
     rows = []
-    for before, count in ((70, 1), (33, 1), (50, 9), (40, 80), (0, 300)):
+    for before, count in ((70, 1), (33, 1), (150, 1), (50, 9), (40, 80), (230, 70), (0, 300)):
         request = engine.request(before + count)
         prefill(engine, request, before)
         rows.append((request, count))
