@@ -1,8 +1,10 @@
-"""One vLLM engine in this process, measured while it decodes: a job as JSON on stdin, rows as JSON on stdout.
+"""One vLLM engine in this process, measured: a job as JSON on stdin, rows as JSON on stdout.
 
-Nothing is prefilled: the cache is filled with valid pages (:mod:`vllm_memory`), and requests come with all tokens of
-their prompt but the last one counted as computed, as after a prefill elsewhere. All of them decode in every step. Time
-per output token is that of one whole period of 32 steps, in which every row fills a page, divided by 32.
+Decoding: nothing is prefilled. The cache is filled with valid pages (:mod:`vllm_memory`), and requests come with all
+tokens of their prompt but the last one counted as computed, as after a prefill elsewhere. All of them decode in every
+step. Time per output token is that of one whole period of 32 steps, in which every row fills a page, divided by 32.
+
+Prompts: the same, with as many tokens left to compute as the job says; the first of several runs does not count.
 
 Lines that begin with ROW are results, READY means that imports are done and a job may come.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -33,6 +36,7 @@ register()  # where the package is not installed, nobody has called it
 
 _WARM, _PERIOD = 3, 32  # steps before those that count, and those
 _STEPS = _WARM + _PERIOD + 1
+_TIMES = 3  # that a prompt's time is the median of
 Job = dict[str, Any]
 
 
@@ -59,6 +63,7 @@ class Engine:
             "block_tokens": self.block,
             "max_num_seqs": self.config.scheduler_config.max_num_seqs,
         }
+        self.random, self.words = random.Random(0), self.config.model_config.get_vocab_size()
         self.started, self.filled = started - start, time.perf_counter() - started
 
     def most(self, context: int) -> int:
@@ -69,16 +74,7 @@ class Engine:
     def measure(self, context: int, batch: int) -> dict[str, float]:
         """Decode ``batch`` sequences of ``context`` tokens."""
         engine, found = self.llm.llm_engine, []
-        scheduler = engine.engine_core.engine_core.scheduler
-        options = {"temperature": 0.0, "max_tokens": _STEPS, "min_tokens": _STEPS, "ignore_eos": True}
-        sampling = SamplingParams(**options, detokenize=False, output_kind=RequestOutputKind.DELTA)
-        ids = [7] * (context + 1)
-        for number in range(batch):
-            engine.add_request(f"{context}-{batch}-{number}-{time.perf_counter()}", {"prompt_token_ids": ids}, sampling)
-        waiting = list(scheduler.waiting)
-        assert len(waiting) == batch
-        for request in waiting:
-            request.num_computed_tokens = context
+        self._ask(context, [[7]] * batch, _STEPS)
         gc.collect()
         gc.disable()
         while engine.has_unfinished_requests():
@@ -95,6 +91,33 @@ class Engine:
             "ms_median": round(statistics.median(took) * 1e3, 3),
             "output_tokens_per_s": round(batch / mean, 1),
         }
+
+    def prompts(self, cached: int, new: int, requests: int) -> dict[str, float]:
+        """Compute ``new`` tokens of every request after ``cached`` ones, until each has its first token."""
+        engine, took = self.llm.llm_engine, []
+        for _ in range(1 + _TIMES):
+            self._ask(cached, [[self.random.randrange(2, self.words) for _ in range(new)] for _ in range(requests)], 1)
+            gc.collect()
+            start, first = time.perf_counter(), 0
+            while engine.has_unfinished_requests():
+                first += len(engine.step())
+            took.append(time.perf_counter() - start)
+            assert first == requests, f"{first} of {requests} requests have a token"
+        seconds = statistics.median(took[1:])
+        return {"ms": round(seconds * 1e3, 2), "new_tokens_per_s": round(new * requests / seconds, 1)}
+
+    def _ask(self, cached: int, prompts: list[list[int]], tokens: int) -> None:
+        """Requests with the tokens that are left of their prompts, for so many more."""
+        engine = self.llm.llm_engine
+        options = {"temperature": 0.0, "max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
+        sampling = SamplingParams(**options, detokenize=False, output_kind=RequestOutputKind.DELTA)
+        for number, ids in enumerate(prompts):
+            name = f"{cached}-{len(prompts)}-{number}-{time.perf_counter()}"
+            engine.add_request(name, {"prompt_token_ids": [7] * cached + ids}, sampling)
+        waiting = list(engine.engine_core.engine_core.scheduler.waiting)
+        assert len(waiting) == len(prompts)
+        for request in waiting:
+            request.num_computed_tokens = cached
 
     def checks(self) -> dict[str, int]:
         """What must be 0 in the end: values that were stored as zero."""
@@ -123,8 +146,8 @@ def main() -> None:
         "INFO " + json.dumps({**engine.facts, "start_s": round(engine.started, 1), "fill_s": round(engine.filled, 1)}),
         flush=True,
     )
-    # The first steps after a start are slower: nothing of them counts.
-    engine.measure(min(job["contexts"]), 1)
+    if job["modes"]:  # the first steps after a start are slower: nothing of them counts
+        engine.measure(min(job["contexts"]), 1)
     for mode in job["modes"]:
         engine.use_graphs(mode == "graph")
         for context in job["contexts"]:
@@ -133,6 +156,8 @@ def main() -> None:
             for batch in batches:
                 row = {"mode": mode, "context": context, "batch": batch, "full": batch == most}
                 print("ROW " + json.dumps(row | engine.measure(context, batch)), flush=True)
+    for prompt in job.get("prompts", ()):
+        print("ROW " + json.dumps(prompt | engine.prompts(**prompt)), flush=True)
     print("INFO " + json.dumps(engine.checks()), flush=True)
     if torch.cuda.is_available():
         print("INFO " + json.dumps({"peak_bytes": torch.cuda.max_memory_allocated()}), flush=True)
