@@ -160,6 +160,8 @@ TABLES = {
         "decode": report_vllm.decode_table,
         "eager": report_vllm.eager_table,
         "demo-decode": report_vllm.demo_table,
+        "demo-small": report_vllm.small_table,
+        "prefill": report_vllm.prefill_table,
         "vllm-quality": report_vllm.quality_table,
         "kernels": report_vllm.kernel_table,
     },

@@ -1,4 +1,4 @@
-"""The tables and the picture of docs/vllm.md, from the results of benchmarks/vllm_{decode,kernels,quality}.py."""
+"""The tables and the picture of docs/vllm.md, from what benchmarks/vllm_{decode,prefill,kernels,quality}.py found."""
 
 from __future__ import annotations
 
@@ -107,6 +107,35 @@ def demo_table() -> str:
         cells += [f"{own[batch]['ms_per_output_token']:.2f}" for batch in batches]
         cells += [f"{last['batch']}", f"{last['ms_per_output_token']:.1f}", f"{last['output_tokens_per_s']:,.0f}"]
         lines.append([*cells, f"{last['output_tokens_per_s'] / base:.2f}"])
+    return f"{_lines(lines)}\n\nMeasured with {_source(found)}."
+
+
+def small_table() -> str:
+    """The demo model's shape at small batches, in a run of its own: milliseconds a token."""
+    found = _load("vllm-demo-small")
+    batches = sorted({row["batch"] for row in found["rows"]})
+    lines = [["ms a token", *(f"batch {batch}" for batch in batches)], ["---", *["---:"] * len(batches)]]
+    for name in sorted(found["engines"], key=list(NAMES).index):
+        own = {row["batch"]: row for row in found["rows"] if row["engine"] == name}
+        lines.append([NAMES[name], *(f"{own[batch]['ms_per_output_token']:.2f}" for batch in batches)])
+    return f"{_lines(lines)}\n\nMeasured with {_source(found)}."
+
+
+def prefill_table() -> str:
+    """Milliseconds until all requests have their first token, and beside it how many times BF16's speed that is."""
+    found = _load("vllm-prefill")
+    ms = {(row["engine"], row["cached"], row["new"], row["requests"]): row["ms"] for row in found["rows"]}
+    engines = sorted(found["engines"], key=list(NAMES).index)
+    lines = [
+        ["cached tokens", "new tokens", "requests", *(NAMES[name] for name in engines)],
+        ["---:"] * (3 + len(engines)),
+    ]
+    for shape in dict.fromkeys(key[1:] for key in ms):
+        cells = [f"{number:,}" for number in shape]
+        for name in engines:
+            ratio = "" if name == "bf16" else f" ({ms['bf16', *shape] / ms[name, *shape]:.2f}x)"
+            cells.append(f"{ms[name, *shape]:,.0f} ms{ratio}")
+        lines.append(cells)
     return f"{_lines(lines)}\n\nMeasured with {_source(found)}."
 
 
