@@ -80,7 +80,7 @@ def test_flush(spec: str, platform: str):
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
-@pytest.mark.parametrize("spec", cases.SPECS)
+@pytest.mark.parametrize("spec", [*FAMILIES, "flagrot-kivi:bits=2,mode=group"])
 def test_read(spec: str, platform: str):
     assert Launch("read", spec).lower(platform).grid == (4, 2, 1)
 
