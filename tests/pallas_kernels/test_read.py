@@ -68,7 +68,7 @@ def test_pages_are_those_of_the_plain_decoder(spec):
 
 
 @pytest.mark.parametrize("dim", [128, 256])
-@pytest.mark.parametrize("spec", some_of(["flagrot-auto:bits=2,mode=key"], [*QUICK, "turboquant:bits=4"]))
+@pytest.mark.parametrize("spec", some_of(["kivi:bits=2"], [*QUICK, "turboquant:bits=4"]))
 def test_other_head_dims(spec, dim):
     check(spec, dim)
 
