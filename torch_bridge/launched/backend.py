@@ -205,7 +205,7 @@ class LaunchedBackend:
             "row": _aligned(row),
             "k": k,
             "v": v,
-            "sizes": self._library.sizes(sizes),
+            "sizes": self._library.sizes({name: sizes[name] for name in ("blocks", "places")}),
         }
         launcher.launch(sizes, *(given[name] for name in launcher.names))
 

@@ -21,6 +21,7 @@ from torch_bridge.vllm.batch import Prompt
 from torch_bridge.vllm.flash import Ends, flash_attention
 
 _BLOCK = 256  # queries at a time
+_ROWS = 256  # that memory for keys and values is a multiple of: launches remember the sizes that they have seen
 Pair = tuple[Tensor, Tensor]
 
 
@@ -64,12 +65,14 @@ def _joined(context: Context, row: Prompt, unseen: int, k: Tensor, v: Tensor) ->
     """The tokens before the chunk but the ``unseen`` ones, in the original basis, and then those of the chunk,
     ``[N, H, D]``."""
     scheme, pool, before = context.scheme, context.pool, row.before - unseen
-    both = tuple(x.new_empty(before + len(x), *x.shape[1:]) for x in (k, v))
+    count = before + len(k)
+    whole = tuple(x.new_empty(-(-count // _ROWS) * _ROWS, *x.shape[1:]) for x in (k, v))
+    both = tuple(x[:count] for x in whole)
     inside = before if context.tail is None else before // PAGE_TOKENS * PAGE_TOKENS
     backend, page = find(pool.device, context.implementation), row.page[unseen // PAGE_TOKENS :]
     if hasattr(backend, "read_pages"):
         # A page that is not full reaches into the chunk's rows, which come after.
-        backend.read_pages(scheme.description, scheme.calib, pool, page, row.row[: len(page)], *both)
+        backend.read_pages(scheme.description, scheme.calib, pool, page, row.row[: len(page)], *whole)
     elif inside:
         pages = pool.shape[2] // scheme.description.page.nbytes
         table = row.block_table[:, unseen // (pages * PAGE_TOKENS) :]

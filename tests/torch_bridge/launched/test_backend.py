@@ -97,6 +97,7 @@ def test_reading_pages_back(launched: LaunchedBackend, spec: str):
     page[1] = -1
     shape = (160, HEADS, DIM)
     own = [torch.full(shape, value, dtype=torch.bfloat16, device=DEVICE) for value in (7.0, 8.0)]
+    launched.read_pages(description, calib, pool, page[:0], row[:0], *own)  # all that is before waits in BF16
     launched.read_pages(description, calib, pool, page, row, *own)
     if not GPU:
         return
