@@ -175,20 +175,10 @@ class LaunchedBackend:
         tail = description.windows.tail_tokens if tail is None else tail
 
         def make() -> Launcher:
-            facts: dict[str, Any] = {
-                "spec": description.spec,
-                "head_dim": description.head_dim,
-                "num_kv_heads": pool.shape[1],
-                "block_tokens": pool.shape[2] // description.page.nbytes * PAGE_TOKENS,
-                "tail": tail,
-                "dtype": str(dtype).removeprefix("torch."),
-                "placed": placed,
-            }
+            facts: dict[str, Any] = {"tail": tail, "placed": placed}
             if "queries" in calib["k"]:
                 facts["queries"] = calib["k"]["queries"].shape[1]
-            kernel = self._library.kernel(op, layout=layout_digest(description.page), **facts)
-            arrays = write_arrays(description, calib)
-            return kernel.bind({name: _aligned(a) for name, a in arrays.items() if name in kernel.names})
+            return self._of_layer(op, description, calib, pool, dtype, facts)
 
         return self._plan((op, pool.shape[1:], dtype, tail, placed), description, (calib,), make)
 
@@ -211,18 +201,24 @@ class LaunchedBackend:
 
     def _reader(self, description: Description, calib: Calibs, pool: Tensor, dtype: torch.dtype) -> Launcher:
         def make() -> Launcher:
-            facts: dict[str, Any] = {
-                "spec": description.spec,
-                "head_dim": description.head_dim,
-                "num_kv_heads": pool.shape[1],
-                "block_tokens": pool.shape[2] // description.page.nbytes * PAGE_TOKENS,
-                "dtype": str(dtype).removeprefix("torch."),
-            }
-            kernel = self._library.kernel("read", layout=layout_digest(description.page), **facts)
-            arrays = write_arrays(description, calib)
-            return kernel.bind({name: _aligned(a) for name, a in arrays.items() if name in kernel.names})
+            return self._of_layer("read", description, calib, pool, dtype, {})
 
         return self._plan(("read", pool.shape[1:], dtype), description, (calib,), make)
+
+    def _of_layer(
+        self, op: str, description: Description, calib: Calibs, pool: Tensor, dtype: torch.dtype, facts: dict[str, Any]
+    ) -> Launcher:
+        """The launch of a kernel over pages of a layer, its calibration bound."""
+        common = {
+            "spec": description.spec,
+            "head_dim": description.head_dim,
+            "num_kv_heads": pool.shape[1],
+            "block_tokens": pool.shape[2] // description.page.nbytes * PAGE_TOKENS,
+            "dtype": str(dtype).removeprefix("torch."),
+        }
+        kernel = self._library.kernel(op, layout=layout_digest(description.page), **common, **facts)
+        arrays = write_arrays(description, calib)
+        return kernel.bind({name: _aligned(a) for name, a in arrays.items() if name in kernel.names})
 
     def steps(self, cache: PagedCache) -> Steps:
         """Decoding steps of a cache, for which most is known before they come."""
